@@ -1,0 +1,74 @@
+// The algebra of every chain: y = Final(Reduce(Post(Norm(Pre(v)), v))), v the conv's output.
+#pragma once
+
+#include "moments.h"
+#include "pointwise.h"
+#include "problem.h"
+#include "reduce.h"
+#include "target.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+struct NoNorm {
+  static constexpr bool kNeedsStatistics = false;
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, const Channel<T>&) {
+    return x;
+  }
+};
+
+struct GroupNorm {
+  static constexpr bool kNeedsStatistics = true;
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, const Channel<T>& channel) {
+    return (x - channel.mean) * channel.norm_scale + channel.norm_shift;
+  }
+};
+
+template <class PreStages, class NormStage, class PostStages, class ReduceStage, class FinalStages>
+struct Chain {
+  using Pre = PreStages;
+  using Norm = NormStage;
+  using Post = PostStages;
+  using Reduce = ReduceStage;
+  using Final = FinalStages;
+
+  static constexpr bool kNeedsStatistics = Norm::kNeedsStatistics;
+  // Between the statistics and the rest, Pre(v) is kept; but v itself where Post wants it back.
+  static constexpr bool kKeepsConv = Post::kUsesConv;
+
+  // Everything up to the reduction, from what was kept.
+  template <class X, class T>
+  static FUSEDCONV_INLINE X pointwise(X kept, const Channel<T>& channel) {
+    const X x = kKeepsConv ? Pre::value(kept, kept, channel) : kept;
+    return Post::value(Norm::value(x, channel), kept, channel);
+  }
+};
+
+template <class T>
+FUSEDCONV_INLINE Channel<T> make_channel(const Arguments& arguments, int64_t c) {
+  Channel<T> channel{};
+  if (arguments.bias != nullptr) channel.bias = static_cast<const T*>(arguments.bias)[c];
+  if (arguments.scale != nullptr) channel.scale = static_cast<const T*>(arguments.scale)[c];
+  channel.clamp_min = static_cast<T>(arguments.clamp_min);
+  channel.clamp_max = static_cast<T>(arguments.clamp_max);
+  return channel;
+}
+
+// inverse_deviation = 1 / sqrt(variance + eps). The part of the mean that T cannot hold goes into the shift.
+template <class T>
+FUSEDCONV_INLINE void set_norm(Channel<T>& channel, const Arguments& arguments, int64_t c, double mean,
+                               double inverse_deviation) {
+  const double weight =
+      arguments.norm_weight != nullptr ? double(static_cast<const T*>(arguments.norm_weight)[c]) : 1.0;
+  const double bias = arguments.norm_bias != nullptr ? double(static_cast<const T*>(arguments.norm_bias)[c]) : 0.0;
+  channel.mean = static_cast<T>(mean);
+  channel.norm_scale = static_cast<T>(weight * inverse_deviation);
+  channel.norm_shift = static_cast<T>(bias - (mean - double(channel.mean)) * weight * inverse_deviation);
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,9 @@
+// Every chain's name, as Python and the backends call it. Each name has a file <name>.cpp in cpu/.
+#pragma once
+
+#define FUSEDCONV_FOR_EACH_CHAIN(X)  \
+  X(relu_hardswish)                  \
+  X(bias_scale_sigmoid)              \
+  X(bias_scale_sigmoid_group_norm)   \
+  X(group_norm_scale_max_pool_clamp) \
+  X(group_norm_tanh_hardswish_logsumexp)

@@ -1,0 +1,23 @@
+// The chains: a `using` that composes the stages, and a row in the list below.
+#pragma once
+
+#include "chain.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+using ReluHardswish = Chain<Sequence<Relu, Hardswish>, NoNorm, Sequence<>, Store, Sequence<>>;
+
+using BiasScaleSigmoid = Chain<Sequence<AddBias, MultiplyScale, Sigmoid>, NoNorm, Sequence<>, Store, Sequence<>>;
+
+using BiasScaleSigmoidGroupNorm =
+    Chain<Sequence<AddBias, MultiplyScale, Sigmoid>, GroupNorm, Sequence<>, Store, Sequence<>>;
+
+using GroupNormScaleMaxPoolClamp =
+    Chain<Sequence<>, GroupNorm, Sequence<MultiplyScale>, MaxPool, Sequence<Clamp>>;
+
+using GroupNormTanhHardswishLogSumExp =
+    Chain<Sequence<>, GroupNorm, Sequence<Tanh, Hardswish, AddConv>, ChannelLogSumExp, Sequence<>>;
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

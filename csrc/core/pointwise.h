@@ -1,0 +1,123 @@
+// Pointwise stages. Each is a functor `value(x, v, channel)`: x is what the previous stage gave, v the conv's
+// output at the same place, channel the parameters of its channel. X is the target's value type (see math.h).
+#pragma once
+
+#include "math.h"
+#include "target.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// The parameters of one channel, in the compute type.
+template <class T>
+struct Channel {
+  T bias;
+  T scale;
+  T mean;        // GroupNorm is (x - mean) * norm_scale + norm_shift: the subtraction comes first, so that
+  T norm_scale;  // a mean much larger than the deviation costs no digits
+  T norm_shift;
+  T clamp_min;
+  T clamp_max;
+};
+
+struct AddBias {
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
+    return x + channel.bias;
+  }
+};
+
+struct MultiplyScale {
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
+    return x * channel.scale;
+  }
+};
+
+struct Relu {
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+    return select(x < T(0), X{}, x);  // keeps NaN
+  }
+};
+
+// x * relu6(x + 3) / 6
+struct Hardswish {
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+    X gate = x + T(3);
+    gate = select(gate < T(0), X{}, gate);
+    gate = select(gate > T(6), X{} + T(6), gate);
+    return x * gate * T(1.0 / 6.0);
+  }
+};
+
+struct Sigmoid {
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+    return sigmoid(x);
+  }
+};
+
+struct Tanh {
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+    return tanh(x);
+  }
+};
+
+// The residual: adds the conv's output.
+struct AddConv {
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X v, const Channel<T>&) {
+    return x + v;
+  }
+};
+
+// torch.clamp: the upper bound wins where the bounds cross, NaN stays, and a NaN bound makes everything NaN.
+struct Clamp {
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
+    const X low = X{} + channel.clamp_min;
+    const X high = X{} + channel.clamp_max;
+    const X raised = select(x >= low, x, low);
+    const X clamped = select(raised <= high, raised, high);
+    return select(x != x || low != low, x + low, clamped);
+  }
+};
+
+// Stages one after the other; no stage at all is the identity.
+template <class... Stages>
+struct Sequence;
+
+template <>
+struct Sequence<> {
+  static constexpr bool kUsesConv = false;
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+    return x;
+  }
+};
+
+template <class A, class B>
+struct IsSame {
+  static constexpr bool value = false;
+};
+template <class A>
+struct IsSame<A, A> {
+  static constexpr bool value = true;
+};
+
+template <class First, class... Rest>
+struct Sequence<First, Rest...> {
+  static constexpr bool kUsesConv = IsSame<First, AddConv>::value || Sequence<Rest...>::kUsesConv;
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X v, const Channel<T>& channel) {
+    return Sequence<Rest...>::value(First::value(x, v, channel), v, channel);
+  }
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,49 @@
+// The plain structs that cross from Python to the kernels: pointers, sizes, strides. No behaviour.
+#pragma once
+
+#include <cstdint>
+
+namespace fusedconv {
+
+enum class DType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+// A tensor (N, C, H, W) that the caller owns; strides in elements.
+struct Tensor {
+  void* data;
+  DType dtype;
+  int64_t size[4];
+  int64_t stride[4];
+};
+
+// A Conv2d with one group. weight is (C_out, C_in, KH, KW); bias has C_out elements or is null.
+struct Conv {
+  Tensor weight;
+  const void* bias;
+  int64_t stride[2];
+  int64_t padding[2];
+  int64_t dilation[2];
+};
+
+// What the stages after the conv take. Pointers are null where absent, else C contiguous elements of the
+// compute type: double for float64 tensors, float for all others.
+struct Arguments {
+  const void* bias;
+  const void* scale;
+  const void* norm_weight;
+  const void* norm_bias;
+  int64_t num_groups;
+  double eps;
+  int64_t pool[2];
+  double clamp_min;
+  double clamp_max;
+};
+
+// One call: output = chain(v), where v = conv(input), or v = input if conv is null.
+struct Problem {
+  Tensor input;
+  const Conv* conv;
+  Arguments arguments;
+  Tensor output;
+};
+
+}  // namespace fusedconv

@@ -1,0 +1,28 @@
+// What becomes of the pointwise results: all are stored, or a window or a pixel's channels reduce to one.
+#pragma once
+
+#include "math.h"
+#include "target.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+struct Store {
+  static constexpr bool kPools = false;
+  static constexpr bool kReducesChannels = false;
+};
+
+// MaxPool2d with stride equal to the window and no padding; the rows and columns that fill no window are dropped.
+struct MaxPool {
+  static constexpr bool kPools = true;
+  static constexpr bool kReducesChannels = false;
+};
+
+// logsumexp over the channels, kept as one channel.
+struct ChannelLogSumExp {
+  static constexpr bool kPools = false;
+  static constexpr bool kReducesChannels = true;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,13 @@
+// Core headers are compiled once for each target: every CPU instruction set, and CUDA. Each target has its own
+// inline namespace, so that the linker never takes, say, an AVX-512 copy of a shared function for all machines.
+#pragma once
+
+#ifndef FUSEDCONV_TARGET
+#error "define FUSEDCONV_TARGET: the namespace of the instruction set that this file is compiled for"
+#endif
+
+#ifdef __CUDACC__
+#define FUSEDCONV_INLINE __host__ __device__ __forceinline__
+#else
+#define FUSEDCONV_INLINE inline __attribute__((always_inline))
+#endif

@@ -1,0 +1,3 @@
+#include "run_chain.h"
+
+FUSEDCONV_CPU_CHAIN(bias_scale_sigmoid_group_norm, BiasScaleSigmoidGroupNorm)

@@ -1,0 +1,28 @@
+// Scratch memory. Not std::vector: its code, compiled for one instruction set, could serve them all (target.h).
+#pragma once
+
+#include <cstdint>
+
+#include "../core/target.h"
+#include "memory.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count) : data_(static_cast<T*>(allocate_aligned(size_t(count) * sizeof(T)))) {}
+  ~Buffer() { free_aligned(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  T* data() const { return data_; }
+  T& operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  T* data_;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,163 @@
+#include "conv_source.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+namespace {
+
+// The register block: 4 channels x 6 vectors of pixels are 24 accumulators of 32 registers, x 3 are 12 of 16.
+constexpr int kBlockChannels = 4;
+constexpr int kBlockVectors = kVectorRegisters == 32 ? 6 : 3;
+
+// out[c][pixel] = bias[c] + sum over taps of weight[tap][c] * input[offset[tap] + pixel], for the block's channels.
+template <int kVectors, class T>
+void multiply_block(const T* input, const int64_t* offset, int64_t taps, const T* weight, const T* bias, T* out,
+                    int64_t out_stride, int64_t channels) {
+  constexpr int kWidth = kLanes<T>;
+  Vector<T> sum[kBlockChannels][kVectors];
+  for (int c = 0; c < kBlockChannels; ++c) {
+    for (int j = 0; j < kVectors; ++j) sum[c][j] = Vector<T>{} + bias[c];
+  }
+  for (int64_t tap = 0; tap < taps; ++tap) {
+    const T* pixels = input + offset[tap];
+    Vector<T> x[kVectors];
+    for (int j = 0; j < kVectors; ++j) x[j] = load(pixels + j * kWidth);
+    for (int c = 0; c < kBlockChannels; ++c) {
+      const Vector<T> w = Vector<T>{} + weight[tap * kBlockChannels + c];
+      for (int j = 0; j < kVectors; ++j) sum[c][j] += w * x[j];
+    }
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < kBlockChannels; ++c) {
+    if (c >= channels) break;
+    for (int j = 0; j < kVectors; ++j) store(out + c * out_stride + j * kWidth, sum[c][j]);
+  }
+}
+
+template <class T>
+using MultiplyBlock = void (*)(const T*, const int64_t*, int64_t, const T*, const T*, T*, int64_t, int64_t);
+
+template <class T, int kVectors = kBlockVectors>
+FUSEDCONV_INLINE MultiplyBlock<T> multiply_block_of(int64_t vectors) {
+  if constexpr (kVectors > 1) {
+    if (vectors < kVectors) return multiply_block_of<T, kVectors - 1>(vectors);
+  }
+  return multiply_block<kVectors, T>;
+}
+
+}  // namespace
+
+template <class T>
+typename ConvSource<T>::Axis ConvSource<T>::axis(const Tensor& input, const Conv& conv, int dim) {
+  return {conv.weight.size[2 + dim], conv.stride[dim], conv.dilation[dim], conv.padding[dim], input.size[2 + dim]};
+}
+
+template <class T>
+ConvSource<T>::ConvSource(const Tensor& input, const Conv& conv)
+    : ConvSource(input, conv, axis(input, conv, 0), axis(input, conv, 1)) {}
+
+template <class T>
+ConvSource<T>::ConvSource(const Tensor& input, const Conv& conv, const Axis& vertical, const Axis& horizontal)
+    : Source<T>(input.size[0], conv.weight.size[0], vertical.outputs(), horizontal.outputs(),
+                horizontal.outputs() + horizontal.reach()),
+      input_(input),
+      conv_(conv),
+      vertical_(vertical),
+      horizontal_(horizontal),
+      in_channels_(conv.weight.size[1]),
+      taps_(in_channels_ * vertical.kernel * horizontal.kernel),
+      weight_(round_up(this->channels, kBlockChannels) * taps_),
+      bias_(round_up(this->channels, kBlockChannels)),
+      offset_(taps_) {
+  pack_weight();
+}
+
+template <class T>
+void ConvSource<T>::pack_weight() {
+  const Tensor& weight = conv_.weight;
+  const T* bias = static_cast<const T*>(conv_.bias);
+  const int64_t padded_channels = round_up(this->channels, kBlockChannels);
+  for (int64_t c = 0; c < padded_channels; ++c) {
+    const bool exists = c < this->channels;
+    bias_[c] = exists && bias != nullptr ? bias[c] : T(0);
+    T* to = weight_.data() + c / kBlockChannels * kBlockChannels * taps_ + c % kBlockChannels;
+    const T* from = static_cast<const T*>(weight.data) + c * weight.stride[0];
+    for (int64_t i = 0; i < in_channels_; ++i) {
+      for (int64_t kh = 0; kh < vertical_.kernel; ++kh) {
+        for (int64_t kw = 0; kw < horizontal_.kernel; ++kw, to += kBlockChannels) {
+          *to = exists ? from[i * weight.stride[1] + kh * weight.stride[2] + kw * weight.stride[3]] : T(0);
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+int64_t ConvSource<T>::prepare(int64_t tile_rows) {
+  packed_rows_ = tile_rows + vertical_.reach();
+  const int64_t plane = packed_rows_ * this->pitch;
+  int64_t tap = 0;
+  for (int64_t i = 0; i < in_channels_; ++i) {
+    for (int64_t kh = 0; kh < vertical_.kernel; ++kh) {
+      for (int64_t kw = 0; kw < horizontal_.kernel; ++kw, ++tap) {
+        const int64_t phase = vertical_.phase(kh) * horizontal_.phases() + horizontal_.phase(kw);
+        offset_[tap] = (i * vertical_.phases() * horizontal_.phases() + phase) * plane +
+                       vertical_.shift(kh) * this->pitch + horizontal_.shift(kw);
+      }
+    }
+  }
+  // The last vectors of the last plane read past its end: by the taps' reach, and to a whole vector.
+  return in_channels_ * vertical_.phases() * horizontal_.phases() * plane + horizontal_.reach() + kLanes<T>;
+}
+
+template <class T>
+void ConvSource<T>::pack_input(int64_t sample, int64_t row, int64_t rows, T* packed) const {
+  const Axis v = vertical_;
+  const Axis h = horizontal_;
+  const T* from = static_cast<const T*>(input_.data) + sample * input_.stride[0];
+  for (int64_t i = 0; i < in_channels_; ++i) {
+    for (int64_t v_phase = 0; v_phase < v.phases(); ++v_phase) {
+      for (int64_t h_phase = 0; h_phase < h.phases(); ++h_phase) {
+        // Packed column x is input column x * stride + h_phase - padding; from `begin` to `end` it exists.
+        const int64_t first = h_phase - h.padding;
+        const int64_t begin = smaller(this->pitch, first < 0 ? ceil_div(-first, h.stride) : 0);
+        const int64_t end = larger(begin, smaller(this->pitch, ceil_div(larger(h.size - first, 0), h.stride)));
+        for (int64_t r = 0; r < packed_rows_; ++r, packed += this->pitch) {
+          const int64_t in_row = (row + r) * v.stride + v_phase - v.padding;
+          const bool exists = r < rows + v.reach() && in_row >= 0 && in_row < v.size;
+          const int64_t stop = exists ? end : begin;
+          const int64_t step = h.stride * input_.stride[3];
+          const T* pixels = from + i * input_.stride[1] + in_row * input_.stride[2] + first * input_.stride[3];
+          for (int64_t x = 0; x < begin; ++x) packed[x] = T(0);
+          if (step == 1) {
+            for (int64_t x = begin; x < stop; ++x) packed[x] = pixels[x];
+          } else {
+            for (int64_t x = begin; x < stop; ++x) packed[x] = pixels[x * step];
+          }
+          for (int64_t x = stop; x < this->pitch; ++x) packed[x] = T(0);
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+void ConvSource<T>::load(const Place& place, const Tile<T>& tile, T* packed) const {
+  pack_input(place.sample, place.row, place.rows, packed);
+  const int64_t vectors = ceil_div(place.rows * this->pitch, kLanes<T>);
+  // All channels of a run of pixels before the next run: its input stays in L1.
+  for (int64_t j = 0; j < vectors; j += kBlockVectors) {
+    const int64_t pixel = j * kLanes<T>;
+    const MultiplyBlock<T> multiply = multiply_block_of<T>(smaller(kBlockVectors, vectors - j));
+    for (int64_t c = 0; c < place.channels; c += kBlockChannels) {
+      const int64_t channel = place.channel + c;
+      multiply(packed + pixel, offset_.data(), taps_, weight_.data() + channel * taps_, bias_.data() + channel,
+               tile.data + c * tile.plane + pixel, tile.plane, place.channels - c);
+    }
+  }
+}
+
+template class ConvSource<float>;
+template class ConvSource<double>;
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

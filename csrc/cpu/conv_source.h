@@ -1,0 +1,58 @@
+// v as a direct convolution, by an implicit matrix product without im2col.
+//
+// The input rows under a tile are packed, with their padding, into planes of one pitch. In such a plane the pixels
+// that a filter tap meets are the output's pixels, all shifted by one constant; so a tap is an offset, the output is
+// computed as one run of pixels over all rows, and the few columns that wrap around are never looked at. A stride s
+// splits a plane into s x s planes of every s-th row and column, in which the same holds.
+#pragma once
+
+#include "buffer.h"
+#include "source.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+template <class T>
+class ConvSource final : public Source<T> {
+ public:
+  ConvSource(const Tensor& input, const Conv& conv);
+
+  int64_t prepare(int64_t tile_rows) override;
+  bool is_cheap() const override { return false; }
+  void load(const Place& place, const Tile<T>& tile, T* scratch) const override;
+
+ private:
+  // What a kernel axis does to an input axis: the taps fall on `phases` packed planes, and reach `reach` further
+  // than one output pixel does.
+  struct Axis {
+    int64_t kernel, stride, dilation, padding, size;
+
+    int64_t outputs() const { return (size + 2 * padding - dilation * (kernel - 1) - 1) / stride + 1; }
+    int64_t phases() const { return smaller(stride, (kernel - 1) * dilation + 1); }
+    int64_t reach() const { return (kernel - 1) * dilation / stride; }
+    int64_t phase(int64_t tap) const { return tap * dilation % stride; }
+    int64_t shift(int64_t tap) const { return tap * dilation / stride; }
+  };
+
+  ConvSource(const Tensor& input, const Conv& conv, const Axis& vertical, const Axis& horizontal);
+  static Axis axis(const Tensor& input, const Conv& conv, int dim);
+  void pack_weight();
+  void pack_input(int64_t sample, int64_t row, int64_t rows, T* packed) const;
+
+  const Tensor& input_;
+  const Conv& conv_;
+  const Axis vertical_;
+  const Axis horizontal_;
+  const int64_t in_channels_;
+  const int64_t taps_;      // in_channels * kernel height * kernel width
+  Buffer<T> weight_;        // [channel block][tap][channel of the block], filled up with zeros
+  Buffer<T> bias_;          // [channel block][channel of the block]
+  Buffer<int64_t> offset_;  // of each tap's first pixel in the packed input
+  int64_t packed_rows_ = 0;
+};
+
+extern template class ConvSource<float>;
+extern template class ConvSource<double>;
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,146 @@
+// Rows of a tensor of any dtype and stride to and from the compute type.
+#pragma once
+
+#include "../core/problem.h"
+#include "vector_math.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+FUSEDCONV_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class T>
+FUSEDCONV_INLINE T widen(T x) {
+  return x;
+}
+
+FUSEDCONV_INLINE float widen(BFloat16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+
+// The exponent is moved by a multiplication, which also turns half's subnormals into float's normal numbers.
+FUSEDCONV_INLINE float widen(Float16 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
+  const uint32_t magnitude = uint32_t(x.bits & 0x7fffu) << 13;
+  const bool special = (x.bits & 0x7c00u) == 0x7c00u;  // infinity and NaN
+  const float scaled = bit_cast<float>(magnitude) * bit_cast<float>(uint32_t(239) << 23);  // 2^112
+  const uint32_t bits = special ? (magnitude | 0x7f800000u) : bit_cast<uint32_t>(scaled);
+  return bit_cast<float>(bits | sign);
+}
+
+template <class To, class From>
+struct Narrow {
+  static FUSEDCONV_INLINE To from(From x) { return To(x); }
+};
+
+// Both round to nearest, ties to even.
+template <>
+struct Narrow<BFloat16, float> {
+  static FUSEDCONV_INLINE BFloat16 from(float x) {
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return {uint16_t((x != x ? 0x7fc00000u : rounded) >> 16)};
+  }
+};
+
+template <>
+struct Narrow<Float16, float> {
+  static FUSEDCONV_INLINE Float16 from(float x) {
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    uint32_t half;
+    if (magnitude > 0x7f800000u) {
+      half = 0x7e00u;  // NaN
+    } else if (magnitude >= 0x477ff000u) {
+      half = 0x7c00u;  // from 65520 on it rounds to infinity
+    } else if (magnitude < 0x38800000u) {
+      // Subnormal in half: adding 0.5 leaves the rounded multiple of 2^-24 in the low mantissa bits.
+      half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+    } else {
+      half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    }
+    return {uint16_t(half | sign)};
+  }
+};
+
+template <class Pointer>
+struct PointeeOf;
+template <class Element>
+struct PointeeOf<Element*> {
+  using type = Element;
+};
+template <class Pointer>
+using Pointee = typename PointeeOf<Pointer>::type;
+
+// Calls visit with a null pointer of the dtype's element type. The compute type double goes with float64 only.
+template <class T, class Visit>
+FUSEDCONV_INLINE void visit_dtype(DType dtype, const Visit& visit) {
+  if constexpr (sizeof(T) == sizeof(double)) {
+    visit(static_cast<double*>(nullptr));
+  } else {
+    switch (dtype) {
+      case DType::kBFloat16: return visit(static_cast<BFloat16*>(nullptr));
+      case DType::kFloat16: return visit(static_cast<Float16*>(nullptr));
+      default: return visit(static_cast<float*>(nullptr));
+    }
+  }
+}
+
+// Copies a channels x pixels block between a tensor with the given strides and contiguous rows of the compute type.
+// The tensor's smaller stride is walked innermost.
+template <class Element, class T>
+void load_block(const Element* from, int64_t channel_stride, int64_t pixel_stride, T* to, int64_t to_stride,
+                int64_t channels, int64_t pixels) {
+  if (pixel_stride == 1 || channel_stride >= pixel_stride || channels == 1) {
+    for (int64_t c = 0; c < channels; ++c) {
+      const Element* row = from + c * channel_stride;
+      T* to_row = to + c * to_stride;
+      if (pixel_stride == 1) {
+        for (int64_t w = 0; w < pixels; ++w) to_row[w] = widen(row[w]);
+      } else {
+        for (int64_t w = 0; w < pixels; ++w) to_row[w] = widen(row[w * pixel_stride]);
+      }
+    }
+    return;
+  }
+  for (int64_t w = 0; w < pixels; ++w) {
+    const Element* pixel = from + w * pixel_stride;
+    for (int64_t c = 0; c < channels; ++c) to[c * to_stride + w] = widen(pixel[c * channel_stride]);
+  }
+}
+
+template <class Element, class T>
+void store_block(const T* from, int64_t from_stride, Element* to, int64_t channel_stride, int64_t pixel_stride,
+                 int64_t channels, int64_t pixels) {
+  if (pixel_stride == 1 || channel_stride >= pixel_stride || channels == 1) {
+    for (int64_t c = 0; c < channels; ++c) {
+      const T* row = from + c * from_stride;
+      Element* to_row = to + c * channel_stride;
+      if (pixel_stride == 1) {
+        for (int64_t w = 0; w < pixels; ++w) to_row[w] = Narrow<Element, T>::from(row[w]);
+      } else {
+        for (int64_t w = 0; w < pixels; ++w) to_row[w * pixel_stride] = Narrow<Element, T>::from(row[w]);
+      }
+    }
+    return;
+  }
+  for (int64_t w = 0; w < pixels; ++w) {
+    Element* pixel = to + w * pixel_stride;
+    for (int64_t c = 0; c < channels; ++c) pixel[c * channel_stride] = Narrow<Element, T>::from(from[c * from_stride + w]);
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,80 @@
+#include "dispatch.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace fusedconv {
+
+using Kernel = void (*)(const Problem& problem, int threads);
+
+namespace baseline {
+Kernel find_kernel(const char* chain);
+}
+#ifdef FUSEDCONV_X86
+namespace avx2 {
+Kernel find_kernel(const char* chain);
+}
+namespace avx512 {
+Kernel find_kernel(const char* chain);
+}
+#endif
+
+namespace {
+
+struct Level {
+  std::string name;
+  Kernel (*find_kernel)(const char* chain);
+};
+
+// The levels that this machine runs, best last.
+std::vector<Level> machine_levels() {
+  std::vector<Level> levels{{"baseline", baseline::find_kernel}};
+#ifdef FUSEDCONV_X86
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    levels.push_back({"avx2", avx2::find_kernel});
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      levels.push_back({"avx512", avx512::find_kernel});
+    }
+  }
+#endif
+  return levels;
+}
+
+const std::vector<Level>& levels() {
+  static const std::vector<Level> found = machine_levels();
+  return found;
+}
+
+Level choose_level() {
+  const char* cap = std::getenv("FUSEDCONV_CPU_ISA");
+  if (cap != nullptr) {
+    for (const Level& level : levels()) {
+      if (level.name == cap) return level;
+    }
+  }
+  return levels().back();
+}
+
+const Level& level_in_use() {
+  static const Level level = choose_level();
+  return level;
+}
+
+}  // namespace
+
+std::string cpu_isa() { return level_in_use().name; }
+
+std::vector<std::string> cpu_isas() {
+  std::vector<std::string> names;
+  for (const Level& level : levels()) names.push_back(level.name);
+  return names;
+}
+
+void run_on_cpu(const std::string& chain, const Problem& problem, int threads) {
+  const Kernel kernel = level_in_use().find_kernel(chain.c_str());
+  if (kernel == nullptr) throw std::invalid_argument("fusedconv: no CPU kernel for chain '" + chain + "'");
+  kernel(problem, threads);
+}
+
+}  // namespace fusedconv

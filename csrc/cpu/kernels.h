@@ -1,0 +1,22 @@
+// The chains as compiled for one instruction set.
+#pragma once
+
+#include "../core/chain_list.h"
+#include "../core/problem.h"
+#include "../core/target.h"
+
+namespace fusedconv {
+
+using Kernel = void (*)(const Problem& problem, int threads);
+
+inline namespace FUSEDCONV_TARGET {
+
+#define FUSEDCONV_DECLARE(name) void name(const Problem& problem, int threads);
+FUSEDCONV_FOR_EACH_CHAIN(FUSEDCONV_DECLARE)
+#undef FUSEDCONV_DECLARE
+
+// Null for a name that no chain has.
+Kernel find_kernel(const char* chain);
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,107 @@
+// The end of a chain on one tile: pointwise stages, reduction and final stages in place, then the rows go out.
+#pragma once
+
+#include "../core/chain.h"
+#include "convert.h"
+#include "source.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Applies a pointwise function to vectors in place; count is a multiple of nothing, whole vectors are touched.
+template <class T, class Stage>
+FUSEDCONV_INLINE void transform(T* data, int64_t count, const Stage& stage) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) store(data + i, stage(load(data + i)));
+}
+
+// Each reduce_tile gives the place in the output of what it left in the tile.
+template <class Chain, class T>
+Place reduce_tile(Store, const Place& place, const Tile<T>& tile, const Channel<T>* channels, const Arguments&,
+                  int64_t) {
+  for (int64_t c = 0; c < place.channels; ++c) {
+    const Channel<T> channel = channels[c];
+    transform(tile.data + c * tile.plane, place.rows * tile.pitch, [&](Vector<T> x) {
+      const Vector<T> y = Chain::pointwise(x, channel);
+      return Chain::Final::value(y, y, channel);
+    });
+  }
+  return place;
+}
+
+template <class Chain, class T>
+Place reduce_tile(MaxPool, const Place& place, const Tile<T>& tile, const Channel<T>* channels,
+                  const Arguments& arguments, int64_t cols) {
+  const int64_t window_rows = arguments.pool[0];
+  const int64_t window_cols = arguments.pool[1];
+  const int64_t rows = place.rows / window_rows;
+  const int64_t pooled_cols = cols / window_cols;
+  for (int64_t c = 0; c < place.channels; ++c) {
+    const Channel<T> channel = channels[c];
+    T* plane = tile.data + c * tile.plane;
+    for (int64_t r = 0; r < rows; ++r) {
+      // Down the window into its first row, then along it; pooled row r overwrites rows that are used up.
+      T* window = plane + r * window_rows * tile.pitch;
+      for (int64_t w = 0; w < cols; w += kLanes<T>) {
+        Vector<T> most = Chain::pointwise(load(window + w), channel);
+        for (int64_t k = 1; k < window_rows; ++k) {
+          most = maximum(most, Chain::pointwise(load(window + k * tile.pitch + w), channel));
+        }
+        store(window + w, most);
+      }
+      T* pooled = plane + r * tile.pitch;
+      for (int64_t w = 0; w < pooled_cols; ++w) {
+        T most = window[w * window_cols];
+        for (int64_t k = 1; k < window_cols; ++k) most = maximum(most, window[w * window_cols + k]);
+        pooled[w] = most;
+      }
+      transform(pooled, pooled_cols, [&](Vector<T> x) { return Chain::Final::value(x, x, channel); });
+    }
+  }
+  return {place.sample, place.channel, place.channels, place.row / window_rows, rows};
+}
+
+template <class Chain, class T>
+Place reduce_tile(ChannelLogSumExp, const Place& place, const Tile<T>& tile, const Channel<T>* channels,
+                  const Arguments&, int64_t) {
+  const Vector<T> infinity = Vector<T>{} + T(__builtin_inf());
+  for (int64_t i = 0; i < place.rows * tile.pitch; i += kLanes<T>) {
+    Vector<T> most = -infinity;
+    for (int64_t c = 0; c < place.channels; ++c) {
+      T* pixels = tile.data + c * tile.plane + i;
+      const Vector<T> x = Chain::pointwise(load(pixels), channels[c]);
+      store(pixels, x);
+      most = maximum(most, x);
+    }
+    const auto infinite = (most == infinity) | (most == -infinity);
+    const Vector<T> shift = select(infinite, Vector<T>{}, most);
+    Vector<T> sum{};
+    for (int64_t c = 0; c < place.channels; ++c) sum += exp(load(tile.data + c * tile.plane + i) - shift);
+    const Vector<T> y = select(infinite, most, shift + log(sum));
+    store(tile.data + i, Chain::Final::value(y, y, channels[0]));
+  }
+  return {place.sample, 0, 1, place.row, place.rows};
+}
+
+template <class T>
+void store_tile(const Place& place, const Tile<T>& tile, const Tensor& output) {
+  visit_dtype<T>(output.dtype, [&](auto* element) {
+    using Element = Pointee<decltype(element)>;
+    Element* corner = static_cast<Element*>(output.data) + place.sample * output.stride[0] +
+                      place.channel * output.stride[1] + place.row * output.stride[2];
+    const int64_t cols = output.size[3];
+    if (output.stride[3] == 1) {  // rows of one channel follow each other in memory
+      for (int64_t c = 0; c < place.channels; ++c) {
+        store_block(tile.data + c * tile.plane, tile.pitch, corner + c * output.stride[1], output.stride[2], 1,
+                    place.rows, cols);
+      }
+      return;
+    }
+    for (int64_t r = 0; r < place.rows; ++r) {
+      store_block(tile.data + r * tile.pitch, tile.plane, corner + r * output.stride[2], output.stride[1],
+                  output.stride[3], place.channels, cols);
+    }
+  });
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,248 @@
+// How a chain runs over a whole problem: what is one unit of work, what is kept, and which thread does what.
+//
+// A tile is some rows of some channels of one sample. A unit is what the statistics (or a reduction over channels)
+// need together: a few groups of one sample, or all of its channels. Tiles, and the order in which their moments are
+// combined, follow from the shape of one sample only: so neither the batch nor the number of threads changes a bit.
+#pragma once
+
+#include "../core/chain.h"
+#include "buffer.h"
+#include "reduce_tile.h"
+#include "source.h"
+#include "statistics.h"
+#include "threads.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+constexpr int64_t kTileBytes = 128 * 1024;       // a tile and its input stay in L2
+constexpr int64_t kTilePixels = 4096;            // short enough for sums in the compute type
+constexpr int64_t kUnitChannels = 64;            // packing the input is shared by so many channels
+constexpr int64_t kUnitBytes = 512 * 1024;       // what is kept of a unit stays in L2, where groups are that small
+constexpr int64_t kKeepBytes = 16 * 1024 * 1024; // a unit larger than this is computed twice rather than kept
+constexpr int64_t kChannelMultiple = 4;          // a source computes so many channels at a time
+constexpr int64_t kElementsPerThread = 8192;     // fewer are not worth waking a thread
+
+template <class Body>
+void parallel_for(int64_t count, int threads, const Body& body) {
+  fusedconv::parallel_for(
+      count, threads, [](void* context, int64_t i, int worker) { (*static_cast<const Body*>(context))(i, worker); },
+      const_cast<Body*>(&body));
+}
+
+struct Plan {
+  int64_t group_channels;
+  int64_t unit_channels;
+  int64_t units_per_sample;
+  int64_t tile_rows;
+  int64_t tiles_per_unit;
+  int threads;
+};
+
+FUSEDCONV_INLINE int64_t least_common_multiple(int64_t a, int64_t b) {
+  int64_t multiple = a;
+  while (multiple % b != 0) multiple += a;
+  return multiple;
+}
+
+template <class Chain, class T>
+Plan make_plan(const Source<T>& source, const Arguments& arguments, const Tensor& output, int threads) {
+  Plan plan;
+  const int64_t channels = source.channels;
+  const int64_t channel_bytes = source.rows * source.pitch * int64_t(sizeof(T));
+  plan.group_channels = Chain::kNeedsStatistics ? channels / arguments.num_groups : 1;
+  const bool channels_last = output.stride[3] != 1;  // then a unit writes whole pixels
+  if (Chain::Reduce::kReducesChannels || (Chain::kNeedsStatistics && channels_last)) {
+    plan.unit_channels = channels;
+  } else {
+    const int64_t step = least_common_multiple(plan.group_channels, kChannelMultiple);
+    const int64_t fitting = Chain::kNeedsStatistics ? kUnitBytes / channel_bytes : kUnitChannels;
+    plan.unit_channels = smaller(channels, larger(step, smaller(fitting, kUnitChannels) / step * step));
+  }
+  plan.units_per_sample = ceil_div(channels, plan.unit_channels);
+
+  const int64_t row_multiple = Chain::Reduce::kPools ? arguments.pool[0] : 1;
+  const int64_t row_bytes = plan.unit_channels * source.pitch * int64_t(sizeof(T));
+  int64_t rows = smaller(kTileBytes / row_bytes, kTilePixels / source.pitch);
+  rows = larger(row_multiple, smaller(rows, source.rows) / row_multiple * row_multiple);
+  plan.tiles_per_unit = ceil_div(source.rows, rows);
+  plan.tile_rows = round_up(ceil_div(source.rows, plan.tiles_per_unit), row_multiple);
+  plan.tiles_per_unit = ceil_div(source.rows, plan.tile_rows);
+
+  const int64_t elements = source.samples * channels * source.rows * source.cols;
+  plan.threads = int(smaller(threads, 1 + elements / kElementsPerThread));
+  return plan;
+}
+
+template <class Chain, class T>
+class Schedule {
+ public:
+  Schedule(Source<T>& source, const Problem& problem, int threads)
+      : source_(source),
+        problem_(problem),
+        plan_(make_plan<Chain, T>(source, problem.arguments, problem.output, threads)),
+        plane_(source.plane(plan_.tile_rows)),
+        tile_elements_(plan_.unit_channels * plane_),
+        source_elements_(round_up(source.prepare(plan_.tile_rows), kLanes<T>)),
+        keeps_(Chain::kNeedsStatistics && !source.is_cheap() &&
+               plan_.tiles_per_unit * tile_elements_ * int64_t(sizeof(T)) <= kKeepBytes),
+        channels_(source.channels) {
+    for (int64_t c = 0; c < source.channels; ++c) channels_[c] = make_channel<T>(problem.arguments, c);
+  }
+
+  void run() const {
+    const int64_t units = source_.samples * plan_.units_per_sample;
+    const int64_t threads = plan_.threads;
+    if constexpr (!Chain::kNeedsStatistics) {
+      run_in_one_pass(units);
+    } else if (units % threads == 0 || units >= 4 * threads) {
+      run_unit_by_thread(units);
+    } else {
+      run_unit_by_all_threads(units);
+    }
+  }
+
+ private:
+  // A thread's own memory: the source's scratch, then one tile or all tiles of a unit.
+  struct Memory {
+    T* scratch;
+    T* tiles;
+  };
+
+  // A unit's memory between its statistics and the rest.
+  struct Unit {
+    int64_t sample;
+    int64_t channel;
+    int64_t channels;
+    Moments* moments;      // [tile][group]
+    Channel<T>* parameters;  // [channel]
+  };
+
+  int64_t groups(int64_t channels) const { return channels / plan_.group_channels; }
+
+  Unit unit(int64_t index, Moments* moments, Channel<T>* parameters) const {
+    const int64_t channel = index % plan_.units_per_sample * plan_.unit_channels;
+    return {index / plan_.units_per_sample, channel, smaller(plan_.unit_channels, source_.channels - channel), moments,
+            parameters};
+  }
+
+  Place place(const Unit& unit, int64_t tile) const {
+    const int64_t row = tile * plan_.tile_rows;
+    return {unit.sample, unit.channel, unit.channels, row, smaller(plan_.tile_rows, source_.rows - row)};
+  }
+
+  Tile<T> tile_at(T* tiles, int64_t index) const {
+    return {tiles + (keeps_ ? index * tile_elements_ : 0), plane_, source_.pitch};
+  }
+
+  // v, or Pre(v) where Post does not want v back.
+  void fill(const Place& place, const Tile<T>& tile, T* scratch) const {
+    source_.load(place, tile, scratch);
+    if constexpr (!Chain::kKeepsConv) {
+      for (int64_t c = 0; c < place.channels; ++c) {
+        const Channel<T> channel = channels_[place.channel + c];
+        transform(tile.data + c * plane_, place.rows * source_.pitch,
+                  [&](Vector<T> x) { return Chain::Pre::value(x, x, channel); });
+      }
+    }
+  }
+
+  void measure(const Unit& unit, int64_t index, const Tile<T>& tile, T* scratch) const {
+    const Place where = place(unit, index);
+    fill(where, tile, scratch);
+    Moments* moments = unit.moments + index * groups(unit.channels);
+    for (int64_t c = 0; c < unit.channels; ++c) {
+      const Channel<T> channel = channels_[unit.channel + c];
+      const Moments of_channel =
+          moments_of(tile.data + c * plane_, source_.pitch, where.rows, source_.cols, [&](Vector<T> x) {
+            if constexpr (Chain::kKeepsConv) return Chain::Pre::value(x, x, channel);
+            return x;
+          });
+      Moments& of_group = moments[c / plan_.group_channels];
+      of_group = c % plan_.group_channels == 0 ? of_channel : combine(of_group, of_channel);
+    }
+  }
+
+  void set_norms(const Unit& unit) const {
+    const int64_t group_count = groups(unit.channels);
+    for (int64_t g = 0; g < group_count; ++g) {
+      Moments all = unit.moments[g];
+      for (int64_t t = 1; t < plan_.tiles_per_unit; ++t) all = combine(all, unit.moments[t * group_count + g]);
+      const double inverse_deviation = 1.0 / __builtin_sqrt(all.m2 / all.count + problem_.arguments.eps);
+      for (int64_t c = g * plan_.group_channels; c < (g + 1) * plan_.group_channels; ++c) {
+        unit.parameters[c] = channels_[unit.channel + c];
+        set_norm(unit.parameters[c], problem_.arguments, unit.channel + c, all.mean, inverse_deviation);
+      }
+    }
+  }
+
+  void finish(const Unit& unit, int64_t index, const Tile<T>& tile, T* scratch) const {
+    const Place where = place(unit, index);
+    if (!keeps_) fill(where, tile, scratch);
+    const Place to = reduce_tile<Chain>(typename Chain::Reduce{}, where, tile, unit.parameters, problem_.arguments,
+                                        source_.cols);
+    store_tile(to, tile, problem_.output);
+  }
+
+  void run_in_one_pass(int64_t units) const {
+    const Buffer<T> memory(plan_.threads * (source_elements_ + tile_elements_));
+    parallel_for(units * plan_.tiles_per_unit, plan_.threads, [&](int64_t i, int worker) {
+      T* scratch = memory.data() + worker * (source_elements_ + tile_elements_);
+      const Unit of_tile = unit(i / plan_.tiles_per_unit, nullptr, nullptr);
+      finish({of_tile.sample, of_tile.channel, of_tile.channels, nullptr, channels_.data() + of_tile.channel},
+             i % plan_.tiles_per_unit, tile_at(scratch + source_elements_, 0), scratch);
+    });
+  }
+
+  // Many units: each thread takes whole ones, and what is kept stays in its own cache.
+  void run_unit_by_thread(int64_t units) const {
+    const int64_t tiles = keeps_ ? plan_.tiles_per_unit : 1;
+    const int64_t elements = source_elements_ + tiles * tile_elements_;
+    const int64_t moments_count = plan_.tiles_per_unit * groups(plan_.unit_channels);
+    const Buffer<T> memory(plan_.threads * elements);
+    const Buffer<Moments> moments(plan_.threads * moments_count);
+    const Buffer<Channel<T>> parameters(plan_.threads * plan_.unit_channels);
+    parallel_for(units, plan_.threads, [&](int64_t i, int worker) {
+      const Unit mine = unit(i, moments.data() + worker * moments_count,
+                             parameters.data() + worker * plan_.unit_channels);
+      T* scratch = memory.data() + worker * elements;
+      T* kept = scratch + source_elements_;
+      for (int64_t t = 0; t < plan_.tiles_per_unit; ++t) measure(mine, t, tile_at(kept, t), scratch);
+      set_norms(mine);
+      for (int64_t t = 0; t < plan_.tiles_per_unit; ++t) finish(mine, t, tile_at(kept, t), scratch);
+    });
+  }
+
+  // Few units: all threads share the tiles of one.
+  void run_unit_by_all_threads(int64_t units) const {
+    const int64_t own_elements = source_elements_ + (keeps_ ? 0 : tile_elements_);
+    const Buffer<T> own(plan_.threads * own_elements);
+    const Buffer<T> kept(keeps_ ? plan_.tiles_per_unit * tile_elements_ : 0);
+    const Buffer<Moments> moments(plan_.tiles_per_unit * groups(plan_.unit_channels));
+    const Buffer<Channel<T>> parameters(plan_.unit_channels);
+    for (int64_t i = 0; i < units; ++i) {
+      const Unit shared = unit(i, moments.data(), parameters.data());
+      const auto for_each_tile = [&](auto step) {
+        parallel_for(plan_.tiles_per_unit, plan_.threads, [&](int64_t t, int worker) {
+          T* scratch = own.data() + worker * own_elements;
+          step(t, tile_at(keeps_ ? kept.data() : scratch + source_elements_, t), scratch);
+        });
+      };
+      for_each_tile([&](int64_t t, const Tile<T>& tile, T* scratch) { measure(shared, t, tile, scratch); });
+      set_norms(shared);
+      for_each_tile([&](int64_t t, const Tile<T>& tile, T* scratch) { finish(shared, t, tile, scratch); });
+    }
+  }
+
+  Source<T>& source_;
+  const Problem& problem_;
+  const Plan plan_;
+  const int64_t plane_;
+  const int64_t tile_elements_;
+  const int64_t source_elements_;
+  const bool keeps_;
+  const Buffer<Channel<T>> channels_;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

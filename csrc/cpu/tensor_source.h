@@ -1,0 +1,36 @@
+// v as a tensor in memory, of any dtype and strides.
+#pragma once
+
+#include "convert.h"
+#include "source.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+template <class T>
+class TensorSource final : public Source<T> {
+ public:
+  explicit TensorSource(const Tensor& v)
+      : Source<T>(v.size[0], v.size[1], v.size[2], v.size[3], round_up(v.size[3], kLanes<T>)), v_(v) {}
+
+  int64_t prepare(int64_t) override { return 0; }
+  bool is_cheap() const override { return true; }
+
+  void load(const Place& place, const Tile<T>& tile, T*) const override {
+    visit_dtype<T>(v_.dtype, [&](auto* element) {
+      using Element = Pointee<decltype(element)>;
+      const Element* corner = static_cast<const Element*>(v_.data) + place.sample * v_.stride[0] +
+                              place.channel * v_.stride[1] + place.row * v_.stride[2];
+      for (int64_t r = 0; r < place.rows; ++r) {
+        load_block(corner + r * v_.stride[2], v_.stride[1], v_.stride[3], tile.data + r * tile.pitch, tile.plane,
+                   place.channels, this->cols);
+      }
+    });
+  }
+
+ private:
+  const Tensor& v_;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

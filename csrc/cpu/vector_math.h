@@ -1,0 +1,176 @@
+// The widest vector of the instruction set, in the compilers' own vector types, and elementary functions on it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../core/target.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kVectorRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kVectorRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16;
+constexpr int kVectorRegisters = 32;
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kVectorRegisters = 16;
+#endif
+
+template <class T>
+struct VectorTypes;
+
+template <>
+struct VectorTypes<float> {
+  typedef float Value __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Bits __attribute__((vector_size(kVectorBytes)));
+};
+
+template <>
+struct VectorTypes<double> {
+  typedef double Value __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Bits __attribute__((vector_size(kVectorBytes)));
+};
+
+template <class T>
+using Vector = typename VectorTypes<T>::Value;
+
+template <class T>
+constexpr int kLanes = kVectorBytes / int(sizeof(T));
+
+template <class T>
+FUSEDCONV_INLINE Vector<T> load(const T* from) {
+  Vector<T> x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+template <class T>
+FUSEDCONV_INLINE void store(T* to, Vector<T> x) {
+  std::memcpy(to, &x, sizeof(x));
+}
+
+template <class Mask, class X>
+FUSEDCONV_INLINE X select(Mask mask, X yes, X no) {
+  return mask ? yes : no;
+}
+
+// NaN wins, as in torch.maximum.
+template <class X>
+FUSEDCONV_INLINE X maximum(X a, X b) {
+  return select(a > b || a != a, a, b);
+}
+
+// What the functions below know about a floating-point format.
+template <class T>
+struct Format;
+
+template <>
+struct Format<float> {
+  using Element = float;
+  static constexpr int kMantissaBits = 23;
+  static constexpr int32_t kExponentBias = 127;
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+  static constexpr float kMaxExponent = 88.0f;  // exp of it is finite, exp of its negative is normal
+  static constexpr float kMinExponent = -87.0f;
+  static constexpr float kLog2High = 0.693359375f;  // few bits, so that its product with an integer is exact
+  static constexpr float kLog2Low = -2.12194440054690583e-4f;
+  static constexpr int kExpTerms = 7;  // |r| <= ln(2)/2: the first term left out is under 6e-9
+  static constexpr int kLogTerms = 5;  // s^2 <= 0.0295: the first term left out is under 3e-9
+};
+
+template <>
+struct Format<double> {
+  using Element = double;
+  static constexpr int kMantissaBits = 52;
+  static constexpr int64_t kExponentBias = 1023;
+  static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double kMaxExponent = 709.0;
+  static constexpr double kMinExponent = -708.0;
+  static constexpr double kLog2High = 0.69314718036912381649;
+  static constexpr double kLog2Low = 1.9082149292705877e-10;
+  static constexpr int kExpTerms = 13;
+  static constexpr int kLogTerms = 11;
+};
+
+template <class X>
+struct ElementOf;
+template <>
+struct ElementOf<Vector<float>> : Format<float> {};
+template <>
+struct ElementOf<Vector<double>> : Format<double> {};
+
+// exp(x) = scale * (fraction + 1), scale a power of two. Outside the format's range x is moved to its border.
+template <class X>
+struct Exponential {
+  X fraction;
+  X scale;
+};
+
+template <class X>
+FUSEDCONV_INLINE Exponential<X> split_exponential(X x) {
+  using F = ElementOf<X>;
+  using T = typename F::Element;
+  using Bits = typename VectorTypes<T>::Bits;
+  x = select(x > F::kMaxExponent, X{} + F::kMaxExponent, x);
+  x = select(x < F::kMinExponent, X{} + F::kMinExponent, x);
+  const X shifted = x * T(1.4426950408889634074) + F::kRound;
+  const X n = shifted - F::kRound;
+  const X r = (x - n * F::kLog2High) - n * F::kLog2Low;
+  // Taylor's series of exp(r) - 1, divided by r, in Horner's form.
+  X series = X{} + T(1);
+#pragma GCC unroll 16
+  for (int k = F::kExpTerms; k >= 2; --k) series = series * (r * (T(1) / T(k))) + T(1);
+  const Bits exponent = (Bits)shifted + Bits{} + F::kExponentBias;
+  return {series * r, (X)(exponent << F::kMantissaBits)};
+}
+
+template <class X>
+FUSEDCONV_INLINE X exp(X x) {
+  const Exponential<X> e = split_exponential(x);
+  return e.fraction * e.scale + e.scale;
+}
+
+template <class X>
+FUSEDCONV_INLINE X sigmoid(X x) {
+  using T = typename ElementOf<X>::Element;
+  return T(1) / (T(1) + exp(-x));
+}
+
+// (e - 1) / (e + 1) with e = exp(2x); e - 1 without cancellation at small x.
+template <class X>
+FUSEDCONV_INLINE X tanh(X x) {
+  using T = typename ElementOf<X>::Element;
+  const Exponential<X> e = split_exponential(x + x);
+  const X minus_one = e.fraction * e.scale + (e.scale - T(1));
+  return minus_one / (minus_one + T(2));
+}
+
+// log(x) for finite x >= 1, and NaN: 2 atanh(s) + exponent * log(2), s = (m - 1) / (m + 1), m in [sqrt(1/2), sqrt(2)).
+template <class X>
+FUSEDCONV_INLINE X log(X x) {
+  using F = ElementOf<X>;
+  using T = typename F::Element;
+  using Bits = typename VectorTypes<T>::Bits;
+  const Bits one = (Bits)(X{} + T(1));
+  const Bits root_half = (Bits)(X{} + T(0.70710678118654752440));
+  const Bits bits = (Bits)x + (one - root_half);
+  const Bits exponent = (bits >> F::kMantissaBits) - F::kExponentBias;
+  const X m = (X)((Bits)x - (exponent << F::kMantissaBits));
+  const X s = (m - T(1)) / (m + T(1));
+  const X s2 = s * s;
+  X series = X{} + T(1) / T(2 * F::kLogTerms + 1);
+#pragma GCC unroll 16
+  for (int k = F::kLogTerms - 1; k >= 0; --k) series = series * s2 + T(1) / T(2 * k + 1);
+  const X n = __builtin_convertvector(exponent, X);
+  return select(x != x, x, n * F::kLog2High + (n * F::kLog2Low + T(2) * s * series));
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

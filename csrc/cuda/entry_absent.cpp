@@ -1,0 +1,16 @@
+#include <stdexcept>
+
+#include "entry.h"
+
+namespace fusedconv {
+
+std::string cuda_version() { return "not built"; }
+std::string cuda_architectures() { return ""; }
+std::vector<std::string> cuda_chains() { return {}; }
+std::string cuda_status(int) { return "fusedconv was built without CUDA"; }
+
+void run_on_cuda(const std::string& chain, const Problem&, int, void*) {
+  throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "': built without CUDA");
+}
+
+}  // namespace fusedconv
