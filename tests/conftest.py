@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+# The profile of CI draws the same examples each time; `HYPOTHESIS_PROFILE=search` looks for new ones.
+hypothesis.settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("search", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is false"))
+
+
+@pytest.fixture(autouse=True)
+def _unchanged_state() -> Iterator[None]:
+    """Each test starts from, and leaves, the same seed, thread count and global flags."""
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()

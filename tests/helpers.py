@@ -1,0 +1,136 @@
+"""Errors against float64, their bounds, and running code in a new process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from chains_table import Own, Row, map_tensors
+from torch import Tensor
+
+TESTS = Path(__file__).resolve().parent
+
+# The table of bounds on ||y - reference|| / ||reference|| for the forward, by the precision that the input has.
+BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+GRADIENT_BOUNDS = {torch.float64: 3e-14, torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+SIZES = (
+    1,
+    2,
+    3,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    33,
+)  # no tail, tail of one, tail of all but one, for vectors of 4, 8 and 16
+
+
+def relative_error(y: Tensor, reference: Tensor) -> float:
+    if y.numel() == 0:
+        return 0.0
+    difference = torch.linalg.vector_norm(y.double() - reference.double())
+    norm = torch.linalg.vector_norm(reference.double())
+    return float(difference) if norm == 0 else float(difference / norm)
+
+
+def assert_close(y: Tensor, reference: Tensor, eager: Tensor | None, bound: float, what: str = "") -> None:
+    """`y` is as near to the float64 reference as the table says, or as twice exact eager's own error.
+
+    The norm would forgive one wrong element among many, so each element is held too, to a looser bound.
+    """
+    assert y.shape == reference.shape, f"{what}: shape {tuple(y.shape)}, not {tuple(reference.shape)}"
+    if y.numel() == 0:
+        return
+    assert torch.isfinite(y).all(), f"{what}: {int((~torch.isfinite(y)).sum())} values are not finite"
+    eager_error = relative_error(eager, reference) if eager is not None else 0.0
+    allowed = max(bound, 2 * eager_error)
+    error = relative_error(y, reference)
+    assert error <= allowed, f"{what}: error {error:.2e}, bound {bound:.0e}, eager's own {eager_error:.2e}"
+    worst = (y.double() - reference.double()).abs()
+    size = reference.double().abs() + reference.double().square().mean().sqrt()
+    eager_worst = (eager.double() - reference.double()).abs() / size if eager is not None else torch.zeros(1)
+    allowed = max(32 * bound, 4 * float(eager_worst.max()))
+    ratio = float((worst / size).max())
+    assert ratio <= allowed, f"{what}: one element is off by {ratio:.2e} of its size, allowed {allowed:.2e}"
+
+
+def bound_of(*dtypes: torch.dtype, table: Mapping[torch.dtype, float] = BOUNDS) -> float:
+    return max(table[dtype] for dtype in dtypes)
+
+
+def double(own: Own) -> Own:
+    return map_tensors(own, torch.Tensor.double)
+
+
+def contiguous(own: Own) -> Own:
+    return map_tensors(own, torch.Tensor.contiguous)
+
+
+def check_conv(
+    row: Row, x: Tensor, weight: Tensor, conv_bias: Tensor | None, own: Own, **conv: Any
+) -> Tensor:
+    """Runs the conv operator, holds it against float64 and exact eager, and returns what it gave.
+
+    Eager runs on a contiguous copy: its channels_last GroupNorm loses digits that we must not lose.
+    """
+    with torch.no_grad():
+        y = row.conv_op(x, weight, conv_bias, own, **conv)
+        bias64 = conv_bias.double() if conv_bias is not None else None
+        reference = row.plain_conv(x.double().contiguous(), weight.double(), bias64, double(own), **conv)
+        eager = row.plain_conv(x.contiguous(), weight.contiguous(), conv_bias, contiguous(own), **conv)
+    assert y.dtype == eager.dtype, f"{row.conv}: {y.dtype}, not {eager.dtype} as the unfused chain"
+    assert_close(y, reference, eager, bound_of(x.dtype), f"{row.conv} on {tuple(x.shape)} {x.dtype}")
+    return y
+
+
+def check_chain(row: Row, v: Tensor, own: Own) -> Tensor:
+    """The same for the operator without a conv."""
+    with torch.no_grad():
+        y = row.chain_op(v, own)
+        reference = row.plain_chain(v.double().contiguous(), double(own))
+        eager = row.plain_chain(v.contiguous(), contiguous(own))
+    assert y.dtype == eager.dtype, f"{row.chain}: {y.dtype}, not {eager.dtype} as the unfused chain"
+    assert_close(y, reference, eager, bound_of(v.dtype), f"{row.chain} on {tuple(v.shape)} {v.dtype}")
+    return y
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal, NaN included."""
+    return (
+        a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)))
+    )
+
+
+def failure(call: Callable[[], object]) -> tuple[type[BaseException], str]:
+    """The type and the text of what `call` raises."""
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError, ZeroDivisionError) as error:
+        return type(error), str(error)
+    raise AssertionError("no error was raised")
+
+
+def new_process(
+    code: str, *arguments: object, environment: Mapping[str, str] | None = None, timeout: float = 240
+) -> str:
+    """Runs `code` in a new Python process that can import the tests' modules, and returns what it printed."""
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -1,0 +1,105 @@
+"""Row 19: the output dtype and the tolerance of the unfused chain under autocast on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chains_table import CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
+from helpers import BOUNDS, assert_close, double, relative_error
+from torch import Tensor
+
+all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
+conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
+halves = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+formats = pytest.mark.parametrize(
+    "layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"]
+)
+
+
+def inputs(row: Row, seed: object) -> tuple[Tensor, Tensor, Tensor, Own]:
+    gen = generator(row.chain, seed)
+    own = draw_own(row, 12, gen)
+    return randn(gen, 2, 5, 12, 13), randn(gen, 12, 5, 3, 3) / 7, randn(gen, 12), own
+
+
+@halves
+@formats
+@conv_rows
+def test_row_19_conv_under_autocast(row: Row, layout: torch.memory_format, half: torch.dtype) -> None:
+    """Apples with apples: float64 on the values that autocast rounds (input, weight, conv bias)."""
+    x, weight, bias, own = inputs(row, half)
+    x = x.contiguous(memory_format=layout)
+    with torch.no_grad(), torch.autocast("cpu", half):
+        y = row.conv_op(x, weight, bias, own)
+        eager = row.plain_conv(x.contiguous(), weight, bias, own)
+    assert y.dtype == eager.dtype
+    rounded = [t.to(half).double() for t in (x.contiguous(), weight, bias)]
+    reference = row.plain_conv(*rounded, double(own))
+    assert_close(y, reference, eager, BOUNDS[half], row.conv)
+
+
+@halves
+@all_rows
+def test_row_19_chain_under_autocast(row: Row, half: torch.dtype) -> None:
+    """A chain on a given tensor, in float32 as it comes and in half precision as a conv under autocast leaves it."""
+    gen = generator(row.chain, half)
+    own = draw_own(row, 12, gen)
+    for v in (randn(gen, 2, 12, 9, 8), randn(gen, 2, 12, 9, 8, dtype=half)):
+        with torch.no_grad(), torch.autocast("cpu", half):
+            y, eager = row.chain_op(v, own), row.plain_chain(v, own)
+        assert y.dtype == eager.dtype
+        assert_close(y, row.plain_chain(v.double(), double(own)), eager, BOUNDS[half], row.chain)
+
+
+@conv_rows
+def test_row_19_modules_and_gradients_under_autocast(row: Row) -> None:
+    """Parameters stay float32 and so do their gradients, no worse than the plain model's."""
+    fused, plain = modules(row, 3, 16)
+    exact = modules(row, 3, 16)[1].double()
+    x = randn(generator("autocast"), 4, 3, 12, 12)
+
+    def gradients(model: torch.nn.Module, autocast: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = x.to(next(model.parameters()).dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(inputs)
+        named = dict(model.named_parameters())
+        found = torch.autograd.grad(y.double().square().sum(), list(named.values()))
+        return y, dict(zip(named, found, strict=True))
+
+    (y, ours), (eager, theirs), (_, right) = (
+        gradients(fused, True),
+        gradients(plain, True),
+        gradients(exact, False),
+    )
+    assert y.dtype == eager.dtype
+    for name, gradient in ours.items():
+        assert gradient.dtype == torch.float32
+        scale = max(float(right[name].norm()), 1e-3 * max(float(g.norm()) for g in right.values()))
+        allowed = max(2e-2, 2 * float((theirs[name].double() - right[name]).norm()) / scale)
+        assert float((gradient.double() - right[name]).norm()) / scale <= allowed, name
+
+
+@conv_rows
+def test_autocast_disabled_and_float64(row: Row) -> None:
+    """A disabled region casts nothing, and autocast leaves float64 input alone, as it leaves it for a conv."""
+    x, weight, bias, own = inputs(row, "disabled")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert row.conv_op(x, weight, bias, own).dtype == torch.float32
+    doubles = [t.double() for t in (x, weight, bias)]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = row.plain_conv(*doubles, double(own))
+        y = row.conv_op(*doubles, double(own))
+    assert y.dtype == expected.dtype
+    assert relative_error(y, expected.double()) <= BOUNDS[expected.dtype]
+
+
+@conv_rows
+def test_autocast_leaves_the_other_arguments_alone(row: Row) -> None:
+    """Scale, bias and the norm's affine stay float32: values that half precision cannot hold must count."""
+    x, weight, bias, own = inputs(row, "alone")
+    fine = map_tensors(own, lambda t: t * (1 + 2**-10))  # bfloat16 would round this step away
+    if fine.keys() == own.keys() and any(isinstance(v, Tensor) for v in own.values()):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            y, finer = row.conv_op(x, weight, bias, own), row.conv_op(x, weight, bias, fine)
+        if y.dtype == torch.float32:
+            assert not torch.equal(y, finer)

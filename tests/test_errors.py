@@ -1,0 +1,187 @@
+"""Wrong arguments: a clear error that names the argument, of the same type and text from the real, the meta and the fake operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, randn
+from helpers import failure
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+Call = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One way to spoil a good call; the error must contain one of `names`."""
+
+    what: str
+    spoil: Callable[[Call], None]
+    names: tuple[str, ...]
+    needs: str = "input"  # the argument that the operator must have for this to apply
+
+
+def put(name: str, value: Any) -> Callable[[Call], None]:
+    def spoil(call: Call) -> None:
+        call[name] = value(call[name]) if callable(value) else value
+
+    return spoil
+
+
+def several(**values: Any) -> Callable[[Call], None]:
+    def spoil(call: Call) -> None:
+        for name, value in values.items():
+            put(name, value)(call)
+
+    return spoil
+
+
+COMMON = (
+    Bad("7: groups that do not divide the channels", put("num_groups", 5), ("num_groups",), "num_groups"),
+    Bad("7: zero groups", put("num_groups", 0), ("num_groups",), "num_groups"),
+    Bad("7: negative groups", put("num_groups", -4), ("num_groups",), "num_groups"),
+    Bad("7: more groups than channels", put("num_groups", 16), ("num_groups",), "num_groups"),
+    Bad("17: integer input", put("input", lambda t: t.int()), ("input",)),
+    Bad("17: complex input", put("input", lambda t: t.to(torch.complex64)), ("input",)),
+    Bad("17: bool input", put("input", lambda t: t > 0), ("input",)),
+    Bad("17: 3-D input", put("input", lambda t: t[0]), ("input",)),
+    Bad("17: 5-D input", put("input", lambda t: t[None]), ("input",)),
+    Bad("17: 0-D input", put("input", lambda t: t.sum()), ("input",)),
+    Bad("17: norm_weight in half precision", put("norm_weight", lambda t: t.half()), ("norm_weight",), "norm_weight"),
+    Bad("17: norm_bias in half precision", put("norm_bias", lambda t: t.bfloat16()), ("norm_bias",), "norm_bias"),
+    Bad("17: norm_weight of wrong length", put("norm_weight", lambda t: t[:-1]), ("norm_weight",), "norm_weight"),
+    Bad("17: norm_bias of wrong length", put("norm_bias", lambda t: t.repeat(2)), ("norm_bias",), "norm_bias"),
+    Bad("17: norm_weight 2-D", put("norm_weight", lambda t: t[None]), ("norm_weight",), "norm_weight"),
+    Bad("17: scale of wrong length", put("scale", lambda t: t[:-1]), ("scale",), "scale"),
+    Bad("17: bias of wrong length", put("bias", lambda t: torch.cat([t, t])), ("bias",), "bias"),
+    Bad("17: bias per column", put("bias", lambda t: t.view(1, 1, -1)), ("bias",), "bias"),
+    Bad("17: integer scale", put("scale", lambda t: t.long()), ("scale",), "scale"),
+    Bad("17: scale on another device", put("scale", lambda t: t.to("meta")), ("scale",), "scale"),
+    Bad("17: norm_weight on another device", put("norm_weight", lambda t: t.to("meta")), ("norm_weight",), "norm_weight"),
+    Bad("12: pool window larger than the map", put("pool_size", [50, 2]), ("pool_size",), "pool_size"),
+    Bad("12: pool of zero", put("pool_size", [0, 2]), ("pool_size",), "pool_size"),
+    Bad("12: negative pool", put("pool_size", [2, -2]), ("pool_size",), "pool_size"),
+    Bad("a precision that does not exist", put("precision", "tf64"), ("precision",)),
+)  # fmt: skip
+
+CONV = (
+    Bad("17: float32 input, bfloat16 weight", put("weight", lambda t: t.bfloat16()), ("weight",)),
+    Bad("17: float32 input, float64 weight", put("weight", lambda t: t.double()), ("weight",)),
+    Bad("17: bfloat16 input, float32 weight", put("input", lambda t: t.bfloat16()), ("weight", "input")),
+    Bad("17: conv_bias of another dtype", put("conv_bias", lambda t: t.double()), ("conv_bias",)),
+    Bad("17: conv_bias of wrong length", put("conv_bias", lambda t: t[:-1]), ("conv_bias",)),
+    Bad("17: conv_bias 2-D", put("conv_bias", lambda t: t[None]), ("conv_bias",)),
+    Bad("17: weight with wrong input channels", put("weight", lambda t: t[:, :-1]), ("weight",)),
+    Bad("17: 3-D weight", put("weight", lambda t: t[..., 0]), ("weight",)),
+    Bad("17: weight on another device", put("weight", lambda t: t.to("meta")), ("weight",)),
+    Bad("17: conv_bias on another device", put("conv_bias", lambda t: t.to("meta")), ("conv_bias",)),
+    Bad("18: stride 0", put("stride", [0, 1]), ("stride",)),
+    Bad("18: negative stride", put("stride", [1, -1]), ("stride",)),
+    Bad("18: dilation 0", put("dilation", [1, 0]), ("dilation",)),
+    Bad("18: negative dilation", put("dilation", [-1, 1]), ("dilation",)),
+    Bad("18: conv groups 0", put("groups", 0), ("groups",)),
+    Bad("18: negative conv groups", put("groups", -1), ("groups",)),
+    Bad("18: conv groups that do not divide the channels", put("groups", 3), ("groups",)),
+    Bad("18: negative padding", put("padding", [-1, 0]), ("padding",)),
+    Bad("18: kernel larger than the input", put("input", lambda t: t[:, :, :2]), ("kernel", "weight")),
+    Bad("18: kernel larger than the padded input", several(input=lambda t: t[..., :1], padding=[0, 0]), ("kernel", "weight")),
+    Bad("18: dilated kernel larger than the input", put("dilation", [9, 1]), ("kernel", "weight")),
+    Bad("18: kernel of no size", put("weight", lambda t: t[..., :0]), ("weight", "kernel")),
+    Bad("18: no input channels", several(input=lambda t: t[:, :0], weight=lambda t: t[:, :0]), ("input", "weight")),
+    Bad("18: no output channels", several(weight=lambda t: t[:0], conv_bias=lambda t: t[:0]), ("weight",)),
+    Bad("18: empty map", put("input", lambda t: t[:, :, :0]), ("kernel", "weight", "input")),
+)  # fmt: skip
+
+
+def good_call(row: Row, conv: bool) -> Call:
+    gen = generator(row.chain, "errors")
+    own = draw_own(row, 8, gen, groups=4)
+    if not conv:
+        return {"input": randn(gen, 2, 8, 9, 10), **own, "precision": None}
+    tensors = {"input": randn(gen, 2, 4, 9, 10), "weight": randn(gen, 8, 4, 3, 3), "conv_bias": randn(gen, 8)}
+    geometry = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
+    return {**tensors, **own, **geometry, "precision": None}
+
+
+def check_failures(name: str, call: Call, bad: Bad) -> None:
+    op = getattr(torch.ops.fusedconv, name)
+    op(**call)  # as it stands, the call is good
+    bad.spoil(call)
+    kind, text = failure(lambda: op(**call))
+    assert any(word in text for word in bad.names), f"{text!r} names none of {bad.names}"
+    assert name in text or name.removeprefix("conv2d_") in text or "(" in text or len(text) > 20
+    if "another device" not in bad.what:
+        assert failure(lambda: op(**map_tensors(call, lambda t: t.to("meta")))) == (kind, text), (
+            "meta differs"
+        )
+        with FakeTensorMode() as mode:
+            assert failure(lambda: op(**map_tensors(call, mode.from_tensor))) == (kind, text), "fake differs"
+    wants = {
+        k: v.clone().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in call.items()
+    }
+    assert failure(lambda: op(**wants)) == (kind, text), "differs where a gradient is needed"
+
+
+@pytest.mark.parametrize("bad", COMMON, ids=lambda bad: bad.what)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
+def test_rows_7_12_17_wrong_arguments_of_the_chain(row: Row, bad: Bad) -> None:
+    call = good_call(row, conv=False)
+    if bad.needs in call:
+        check_failures(row.chain, call, bad)
+
+
+@pytest.mark.parametrize("bad", COMMON + CONV, ids=lambda bad: bad.what)
+@pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
+def test_rows_7_12_17_18_wrong_arguments_of_the_conv(row: Row, bad: Bad) -> None:
+    call = good_call(row, conv=True)
+    if bad.needs in call:
+        check_failures(row.conv, call, bad)
+
+
+@pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
+def test_row_17_errors_from_the_module_and_functional(row: Row) -> None:
+    """The same text through the Python wrappers."""
+    import fusedconv.functional
+
+    call = good_call(row, conv=True)
+    call.pop("precision")
+    call["input"] = call["input"].int()
+    expected = failure(lambda: getattr(torch.ops.fusedconv, row.conv)(**call))
+    assert failure(lambda: getattr(fusedconv.functional, row.conv)(**call)) == expected
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
+def test_fake_output_is_the_real_output(row: Row) -> None:
+    """Shape, dtype, strides and device, over dtypes and layouts; also as a meta tensor."""
+    gen = generator(row.chain, "fake")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for own_dtype in {dtype, dtype if dtype == torch.float64 else torch.float32}:
+            for layout in (torch.contiguous_format, torch.channels_last):
+                for shape in ((2, 8, 9, 10), (1, 8, 4, 4), (0, 8, 5, 6), (2, 8, 1, 7)):
+                    own = draw_own(row, 8, gen, dtype=own_dtype, pool_size=min(2, shape[2]))
+                    calls: list[tuple[str, Call]] = []
+                    v = randn(gen, *shape).to(dtype=dtype, memory_format=layout)
+                    calls.append((row.chain, {"input": v, **own}))
+                    if row.module:
+                        weight, bias = randn(gen, 8, 8, 1, 1, dtype=dtype), randn(gen, 8, dtype=dtype)
+                        calls.append((row.conv, {"input": v, "weight": weight, "conv_bias": bias, **own}))
+                    for name, call in calls:
+                        op = getattr(torch.ops.fusedconv, name)
+                        real = op(**call)
+                        with FakeTensorMode() as mode:
+                            fake = op(**map_tensors(call, mode.from_tensor))
+                        meta = op(**map_tensors(call, lambda t: t.to("meta")))
+                        for other in (fake, meta):
+                            assert (other.shape, other.dtype, other.stride()) == (
+                                real.shape,
+                                real.dtype,
+                                real.stride(),
+                            )
+                        assert meta.device.type == "meta"
+                        assert fake.device == real.device

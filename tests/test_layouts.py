@@ -1,0 +1,240 @@
+"""Memory that is not laid out plainly: slices, transposes, expanded and offset tensors, ambiguous strides, batch 0, guarded pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, modules, randn
+from helpers import check_chain, check_conv, new_process, same_bits
+from torch import Tensor
+
+all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
+conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
+
+
+def sliced(t: Tensor) -> Tensor:
+    """Every other column of a wider tensor."""
+    wide = t.new_full((*t.shape[:3], 2 * t.shape[3] + 1), float("nan"))
+    wide[..., 1::2] = t
+    return wide[..., 1::2]
+
+
+def of_more_channels(t: Tensor) -> Tensor:
+    """Some channels of a larger tensor: the planes are whole, the samples are not."""
+    big = t.new_full((t.shape[0], t.shape[1] + 3, *t.shape[2:]), float("nan"))
+    big[:, 2:-1] = t
+    return big[:, 2:-1]
+
+
+def of_more_channels_last(t: Tensor) -> Tensor:
+    big = t.new_full((t.shape[0], t.shape[1] + 3, *t.shape[2:]), float("nan")).contiguous(
+        memory_format=torch.channels_last
+    )
+    big[:, 2:-1] = t
+    return big[:, 2:-1]
+
+
+def transposed(t: Tensor) -> Tensor:
+    return t.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def batch_inside(t: Tensor) -> Tensor:
+    return t.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2)
+
+
+def with_offset(t: Tensor) -> Tensor:
+    """An odd storage offset: no vector load is aligned."""
+    flat = t.new_full((t.numel() + 3,), float("nan"))
+    flat[3:] = t.flatten()
+    return flat[3:].view(t.shape)
+
+
+def cropped(t: Tensor) -> Tensor:
+    big = t.new_full((*t.shape[:2], t.shape[2] + 4, t.shape[3] + 5), float("nan"))
+    big[..., 1:-3, 2:-3] = t
+    return big[..., 1:-3, 2:-3]
+
+
+def flipped(t: Tensor) -> Tensor:
+    return t.flip(3).contiguous().flip(3)
+
+
+VIEWS = (
+    sliced, of_more_channels, of_more_channels_last, transposed, batch_inside, with_offset, cropped, flipped,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
+@all_rows
+def test_row_2_views_give_what_a_contiguous_copy_gives(row: Row, view: Callable[[Tensor], Tensor]) -> None:
+    gen = generator(row.chain, view.__name__)
+    for dtype in (torch.float32, torch.bfloat16):
+        own = draw_own(row, 12, gen, dtype=dtype)
+        v = randn(gen, 2, 12, 7, 11, dtype=dtype)
+        assert same_bits(view(v), v)
+        check_chain(row, view(v), own)
+    if row.module:
+        own = draw_own(row, 12, gen)
+        x, weight = randn(gen, 2, 4, 9, 13), randn(gen, 12, 4, 3, 3) / 6
+        check_conv(row, view(x), weight, randn(gen, 12), own, padding=1)
+        check_conv(row, view(x), view(weight), randn(gen, 24)[::2], own)
+
+
+@all_rows
+def test_row_2_expanded_tensors(row: Row) -> None:
+    """Stride 0 in the batch, the channels or the columns."""
+    gen = generator(row.chain, "expanded")
+    own = draw_own(row, 8, gen)
+    for shape in ((1, 8, 6, 9), (2, 1, 6, 9), (2, 8, 6, 1), (1, 1, 1, 9)):
+        v = randn(gen, *shape).expand(2, 8, 6, 9)
+        check_chain(row, v, own)
+        if row.module:
+            check_conv(row, v, randn(gen, 8, 8, 3, 3) / 8, randn(gen, 1).expand(8), own)
+
+
+@all_rows
+def test_row_2_parameters_that_are_views(row: Row) -> None:
+    """Parameters with a step, and expanded ones."""
+    gen = generator(row.chain, "parameters")
+    own = draw_own(row, 6, gen)
+    stepped = map_tensors(own, lambda t: torch.stack([t, t.new_full(t.shape, float("nan"))], -1)[..., 0])
+    v = randn(gen, 2, 6, 7, 9)
+    assert same_bits(row.chain_op(v, stepped), row.chain_op(v, own))
+    expanded = map_tensors(own, lambda t: t.flatten()[:1].view([1] * t.dim()).expand(t.shape))
+    check_chain(row, v, expanded)
+
+
+@conv_rows
+def test_row_2_ambiguous_strides(row: Row) -> None:
+    """Dimensions of size one, whose strides mean nothing: one channel, one row, one column, one sample."""
+    gen = generator(row.chain, "ambiguous")
+    for batch, c_in, c_out, height, width in (
+        (1, 1, 4, 9, 9),
+        (2, 1, 1, 5, 1),
+        (1, 3, 6, 1, 8),
+        (3, 1, 6, 4, 4),
+    ):
+        own = draw_own(row, c_out, gen, pool_size=1)
+        weight = randn(gen, c_out, c_in, 1, 1)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = randn(gen, batch, c_in, height, width).contiguous(memory_format=layout)
+            check_conv(row, x, weight, None, own)
+            odd = [99 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+            check_conv(row, x.as_strided(x.shape, odd), weight, None, own)
+
+
+@conv_rows
+def test_row_3_batch_of_zero(row: Row) -> None:
+    """An empty output of the right shape, and zero gradients for parameters."""
+    gen = generator(row.chain, "empty")
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.empty(0, 3, 9, 10).contiguous(memory_format=layout).requires_grad_()
+        weight, bias = randn(gen, 8, 3, 3, 3).requires_grad_(), randn(gen, 8).requires_grad_()
+        own = map_tensors(draw_own(row, 8, gen), Tensor.requires_grad_)
+        y = row.conv_op(x, weight, bias, own)
+        assert y.shape == row.plain_conv(x, weight, bias, own).shape
+        assert (
+            row.conv_op(x.detach(), weight.detach(), None, map_tensors(own, Tensor.detach)).shape == y.shape
+        )
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+        for parameter in (weight, bias, *(t for t in own.values() if isinstance(t, Tensor))):
+            assert parameter.grad is not None
+            assert not parameter.grad.any()
+
+
+@all_rows
+def test_row_3_batch_of_zero_without_conv(row: Row) -> None:
+    own = draw_own(row, 8, generator(row.chain))
+    v = torch.empty(0, 8, 9, 10)
+    assert row.chain_op(v, own).shape == row.plain_chain(v, own).shape
+
+
+@pytest.mark.slow
+@conv_rows
+def test_row_4_batch_beyond_65535(row: Row) -> None:
+    gen = generator(row.chain, "batch")
+    x, weight = torch.rand(70_001, 1, 3, 3, generator=gen), randn(gen, 4, 1, 2, 2)
+    check_conv(row, x, weight, None, draw_own(row, 4, gen, pool_size=2))
+
+
+@pytest.mark.slow
+def test_row_4_offsets_beyond_two_to_the_31st() -> None:
+    """An expanded input spans few bytes; a view with a huge stride reaches far. Values at the far end must be right."""
+    gen = generator("far")
+    stride = 2**31 + 77
+    store = torch.empty(stride + 8 * 9 * 10, dtype=torch.bfloat16)  # untouched pages cost nothing
+    v = store.as_strided((2, 8, 9, 10), (stride, 90, 10, 1))
+    v.copy_(randn(gen, 2, 8, 9, 10))
+    for row in ROWS:
+        own = draw_own(row, 8, gen, dtype=torch.bfloat16)
+        assert same_bits(row.chain_op(v, own), row.chain_op(v.contiguous(), own))
+
+
+@conv_rows
+def test_memory_format_goes_through_the_module(row: Row) -> None:
+    """A module moved to channels_last, with input of either format."""
+    fused, plain = modules(row)
+    fused = fused.to(memory_format=torch.channels_last)
+    x = randn(generator("format"), 2, 3, 12, 13)
+    with torch.no_grad():
+        for layout in (torch.contiguous_format, torch.channels_last):
+            y = fused(x.contiguous(memory_format=layout))
+            torch.testing.assert_close(y, plain(x), rtol=1e-5, atol=1e-5)
+            assert y.is_contiguous(memory_format=layout)
+
+
+GUARDED = """
+import ctypes, mmap, sys
+import torch
+from chains_table import BY_NAME, draw_own, generator, map_tensors, randn
+
+PAGE = mmap.PAGESIZE
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+keep = []
+
+def guarded(t, at_end):
+    '''A copy of a tensor that ends, or begins, at a page that nobody may touch.'''
+    t = t.detach()
+    bytes_, size = t.numel() * t.element_size(), t.element_size()
+    pages = (bytes_ + PAGE - 1) // PAGE
+    region = mmap.mmap(-1, (pages + 2) * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    offset = PAGE + (pages * PAGE - bytes_ if at_end else 0)
+    dense = t.permute(0, 2, 3, 1) if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) else t
+    flat = torch.frombuffer(region, dtype=t.dtype, count=t.numel(), offset=offset)
+    flat.copy_(dense.reshape(-1))
+    for page in (start, start + (pages + 1) * PAGE):
+        assert libc.mprotect(page, PAGE, 0) == 0
+    keep.append(region)
+    y = flat.view(dense.shape)
+    return y.permute(0, 3, 1, 2) if dense is not t else y
+
+row = BY_NAME[sys.argv[1]]
+for at_end in (True, False):
+    for layout in (torch.contiguous_format, torch.channels_last):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            for c_in, c_out, height, width, pool in ((3, 8, 5, 17, 2), (1, 1, 3, 4, 1), (9, 17, 7, 9, 3), (8, 16, 6, 34, 2)):
+                gen = generator(at_end, c_in, dtype)
+                own = map_tensors(draw_own(row, c_out, gen, dtype=dtype, pool_size=pool), lambda t: guarded(t, at_end))
+                v = guarded(randn(gen, 2, c_out, height, width, dtype=dtype).contiguous(memory_format=layout), at_end)
+                row.chain_op(v, own)
+                if row.module and dtype != torch.bfloat16:
+                    x = guarded(randn(gen, 2, c_in, height, width, dtype=dtype).contiguous(memory_format=layout), at_end)
+                    for k, padding in ((1, 0), (3, 0), (3, 1), (3, 2)):
+                        w = randn(gen, c_out, c_in, k, k, dtype=dtype).contiguous(memory_format=layout)
+                        row.conv_op(x, guarded(w, at_end), guarded(randn(gen, c_out, dtype=dtype), at_end), own, padding=padding)
+print("untouched")
+import os; sys.stdout.flush(); os._exit(0)  # the guarded pages cannot be unmapped in order
+"""
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@all_rows
+def test_nothing_is_read_outside_the_tensors(row: Row, isa: str) -> None:
+    """Each tensor ends, then begins, at a page without access: one element read too far kills the process."""
+    assert "untouched" in new_process(GUARDED, row.chain, environment={"FUSEDCONV_CPU_ISA": isa})

@@ -1,0 +1,142 @@
+"""What the reference workloads cost besides time: no operator of PyTorch runs, and no conv output is allocated."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import pytest
+import torch
+from chains_table import CONV_ROWS, Plain, Row, fused_keywords
+from helpers import new_process
+
+import fusedconv
+
+rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
+ALLOCATION = (
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::resize_",
+    "aten::detach",
+    "detach",
+    "aten::alias",
+)
+
+
+def reference_models(row: Row) -> tuple[torch.nn.Module, Plain, torch.Tensor]:
+    """The reference workload's fused and plain model, and one sample."""
+    arguments = dict(row.reference)
+    c_in, c_out, size = (arguments.pop(name) for name in ("in_channels", "out_channels", "size"))
+    assert row.module
+    fused = getattr(fusedconv, row.module)(c_in, c_out, 3, **fused_keywords(row, c_out, arguments))
+    plain = Plain(row, c_in, c_out, 3, **arguments)
+    plain.load_state_dict(fused.state_dict())
+    return fused, plain, torch.rand(1, c_in, size, size)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@rows
+def test_no_operator_of_pytorch_computes(row: Row, layout: torch.memory_format) -> None:
+    """In the profiler: our operator and allocation, nothing else, with and without autograd."""
+    fused, _, x = reference_models(row)
+    x = torch.cat([x, x]).contiguous(memory_format=layout)
+    fused(x)
+    for grad in (False, True):
+        with (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+            torch.set_grad_enabled(grad),
+        ):
+            fused(x)
+        ran = [event.key for event in profile.key_averages()]
+        assert any("fusedconv::" in key for key in ran), ran
+        foreign = [
+            key for key in ran if "fusedconv" not in key and key not in ALLOCATION and not key.startswith("[")
+        ]
+        assert foreign == []
+
+
+@rows
+def test_reference_workload_is_exact_and_within_1e_6(row: Row) -> None:
+    fused, plain, x = reference_models(row)
+    with torch.no_grad():
+        y = fused(x)
+        right = plain.double()(x.double())
+    assert float((y.double() - right).norm() / right.norm()) < 1e-6
+
+
+MEMORY = """
+import gc, json, sys, threading, time
+import torch
+from chains_table import BY_NAME
+from test_memory import reference_models
+
+# The resident set's high-water mark, set back before each call. Allocations are kept out of the malloc cache by their size.
+def resident(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
+
+def extra(call):
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+    before = resident("VmRSS")
+    y = call()
+    peak = resident("VmHWM")
+    return peak - before - y.numel() * y.element_size()
+
+row = BY_NAME[sys.argv[1]]
+fused, plain, x = reference_models(row)
+with torch.no_grad():
+    fused(x), plain(x)
+    x = x.expand(32, -1, -1, -1).contiguous()
+    fused(x)
+    ours = max(extra(lambda: fused(x)) for _ in range(3))
+    theirs = min(extra(lambda: plain(x)) for _ in range(2))
+print(json.dumps([ours, theirs]))
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc/self")
+@pytest.mark.parametrize(
+    "row", [row for row in CONV_ROWS if row.has_pool or "logsumexp" in row.chain], ids=lambda row: row.chain
+)
+def test_extra_memory_is_under_a_tenth_of_eagers(row: Row) -> None:
+    """Batch 32 of the reference workload, by the resident set's high-water mark."""
+    ours, theirs = json.loads(new_process(MEMORY, row.chain).splitlines()[-1])
+    assert theirs > 2 * 32 * 64 * 126 * 126 * 4 * 0.9, (
+        f"eager took only {theirs / 1e6:.0f} MB: the measure is wrong"
+    )
+    assert ours < 0.1 * theirs, f"{ours / 1e6:.1f} MB, eager {theirs / 1e6:.1f} MB"
+
+
+LEAK = """
+import torch
+from chains_table import CONV_ROWS, module_input, modules
+
+def resident():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) * 1024
+
+models = [modules(row, padding=1)[0] for row in CONV_ROWS]
+x = module_input(8, size=40)
+
+def work(times):
+    for _ in range(times):
+        for model in models:
+            with torch.no_grad():
+                model(x)
+            model(x).sum().backward()
+            try:
+                model(x[:, :2])
+            except Exception:
+                pass
+
+work(15)
+before = resident()
+work(60)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc/self")
+def test_nothing_leaks() -> None:
+    """Hundreds of calls, gradients and errors leave the resident set where it was, but for noise."""
+    assert int(new_process(LEAK)) < 8e6

@@ -1,0 +1,283 @@
+"""Every chain against float64: dtypes, layouts, sizes that leave tails, conv geometry, scales and means, unwritten memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, randn
+from helpers import SIZES, assert_close, check_chain, check_conv, double, same_bits
+from torch import Tensor
+
+all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
+conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
+formats = pytest.mark.parametrize(
+    "layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"]
+)
+dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=lambda d: str(d).split(".")[1]
+)
+
+
+def conv_inputs(
+    gen: torch.Generator,
+    batch: int,
+    channels: tuple[int, int],
+    size: tuple[int, int],
+    kernel: tuple[int, int] = (3, 3),
+    *,
+    dtype: torch.dtype = torch.float32,
+    layout: torch.memory_format = torch.contiguous_format,
+    conv_groups: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A fresh random input, weight and conv bias. The weight keeps the conv's output near one."""
+    x = randn(gen, batch, channels[0], *size).to(dtype=dtype, memory_format=layout)
+    fan_in = channels[0] // conv_groups * kernel[0] * kernel[1]
+    weight = (randn(gen, channels[1], channels[0] // conv_groups, *kernel) / fan_in**0.5).to(dtype)
+    return x, weight, (randn(gen, channels[1]) / 2).to(dtype)
+
+
+@dtypes
+@formats
+@conv_rows
+def test_row_1_conv_in_each_dtype_and_layout(
+    row: Row, layout: torch.memory_format, dtype: torch.dtype
+) -> None:
+    """The output comes in the input's layout."""
+    gen = generator(row.chain, layout, dtype)
+    for size in ((11, 37), (18, 18)):
+        x, weight, bias = conv_inputs(gen, 2, (5, 24), size, dtype=dtype, layout=layout)
+        y = check_conv(row, x, weight, bias, draw_own(row, 24, gen, dtype=dtype))
+        assert y.is_contiguous(memory_format=layout)
+
+
+@dtypes
+@formats
+@all_rows
+def test_row_1_chain_in_each_dtype_and_layout(
+    row: Row, layout: torch.memory_format, dtype: torch.dtype
+) -> None:
+    gen = generator(row.chain, layout, dtype)
+    for channels, height, width in ((24, 7, 21), (6, 16, 16)):
+        v = randn(gen, 3, channels, height, width).to(dtype=dtype, memory_format=layout)
+        y = check_chain(row, v, draw_own(row, channels, gen, dtype=dtype))
+        assert y.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@all_rows
+def test_half_precision_input_with_float32_parameters(row: Row, dtype: torch.dtype) -> None:
+    gen = generator(row.chain, dtype, "mixed")
+    own = draw_own(row, 12, gen, dtype=torch.float32)
+    check_chain(row, randn(gen, 2, 12, 9, 10).to(dtype), own)
+    if row.module:
+        check_conv(row, *conv_inputs(gen, 2, (5, 12), (9, 10), dtype=dtype), own)
+
+
+@formats
+@conv_rows
+def test_row_5_channel_and_width_tails_of_the_conv(row: Row, layout: torch.memory_format) -> None:
+    """Every size meets every role (input channels, output channels, width of the output) and two others."""
+    gen = generator(row.chain, layout, "tails")
+    for i, size in enumerate(SIZES):
+        inner, outer = SIZES[(i * 5 + 3) % len(SIZES)], SIZES[(i * 7 + 5) % len(SIZES)]
+        for dtype in (torch.float32, torch.float64):
+            for c_in, c_out, width in ((size, inner, outer), (outer, size, inner), (inner, outer, size)):
+                pool = min(2, width)
+                x, weight, bias = conv_inputs(
+                    gen, 2, (c_in, c_out), (6, width + 2), dtype=dtype, layout=layout
+                )
+                check_conv(row, x, weight, bias, draw_own(row, c_out, gen, dtype=dtype, pool_size=pool))
+
+
+@formats
+@all_rows
+def test_row_5_channel_and_width_tails_of_the_chain(row: Row, layout: torch.memory_format) -> None:
+    gen = generator(row.chain, layout, "tails")
+    for channels in SIZES:
+        for i, width in enumerate(SIZES):
+            dtype = (torch.float32, torch.float64, torch.bfloat16, torch.float16)[i % 4]
+            v = randn(gen, 2, channels, 5, width).to(dtype=dtype, memory_format=layout)
+            check_chain(row, v, draw_own(row, channels, gen, dtype=dtype, pool_size=min(3, width)))
+
+
+GEOMETRIES: tuple[tuple[tuple[int, int], dict[str, Any]], ...] = (
+    ((1, 1), {}),
+    ((1, 1), {"stride": 2}),
+    ((2, 3), {"stride": (1, 2), "padding": (1, 0)}),
+    ((3, 1), {"padding": (2, 3), "dilation": (2, 1)}),
+    ((3, 3), {"padding": 1}),
+    ((3, 3), {"padding": 3, "dilation": 3}),
+    ((3, 3), {"stride": (2, 1), "padding": (0, 2), "dilation": (1, 2)}),
+    ((3, 3), {"stride": 5, "padding": 4}),
+    ((5, 4), {"stride": 3, "padding": (4, 1)}),
+    ((7, 7), {"stride": 2, "padding": 3}),
+    ((1, 9), {"padding": (0, 4)}),
+)
+
+
+@pytest.mark.parametrize(("kernel", "conv"), GEOMETRIES, ids=str)
+@conv_rows
+def test_conv_geometry(row: Row, kernel: tuple[int, int], conv: dict[str, Any]) -> None:
+    gen = generator(row.chain, kernel, conv)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        for dtype in (torch.float32, torch.float64):
+            x, weight, bias = conv_inputs(gen, 2, (3, 10), (13, 22), kernel, dtype=dtype, layout=layout)
+            check_conv(row, x, weight, bias, draw_own(row, 10, gen, dtype=dtype), **conv)
+
+
+@pytest.mark.parametrize("conv_groups", [2, 6])
+@conv_rows
+def test_conv_groups(row: Row, conv_groups: int) -> None:
+    """`groups` are the conv's and `num_groups` the norm's."""
+    gen = generator(row.chain, conv_groups)
+    x, weight, bias = conv_inputs(gen, 2, (6, 12), (9, 10), conv_groups=conv_groups)
+    check_conv(row, x, weight, bias, draw_own(row, 12, gen, groups=3), groups=conv_groups, padding=1)
+
+
+@conv_rows
+def test_larger_maps_with_many_channels(row: Row) -> None:
+    """More rows, channels and input channels than any tile holds, and several samples for each thread."""
+    gen = generator(row.chain, "large")
+    for c_in, c_out, size in ((65, 72, (19, 67)), (8, 64, (71, 130)), (200, 33, (10, 12))):
+        x, weight, bias = conv_inputs(gen, 3, (c_in, c_out), size)
+        check_conv(row, x, weight, bias, draw_own(row, c_out, gen, pool_size=4))
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0, 0.01, -1.0])
+@conv_rows
+def test_scaled_inputs(row: Row, factor: float) -> None:
+    """Fresh inputs and parameters each time: no constant folded into a kernel would survive."""
+    for seed in range(3):
+        gen = generator(row.chain, factor, seed)
+        x, weight, bias = conv_inputs(gen, 2, (8, 16), (20, 21))
+        check_conv(row, x * factor, weight, bias, draw_own(row, 16, gen))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.has_norm], ids=lambda row: row.chain)
+def test_row_8_large_mean_and_small_deviation(row: Row, layout: torch.memory_format) -> None:
+    """`E[x^2] - E[x]^2` in float32 has no right digit here. Float64 eager on the same float32 values is the judge."""
+    gen = generator(row.chain, "mean")
+    v = 100 + 0.01 * randn(gen, 2, 8, 40, 50)
+    if row.chain.startswith(
+        "bias_scale_sigmoid"
+    ):  # the sigmoid comes first: a mean large against its deviation
+        v = 6 + 0.01 * randn(gen, 2, 8, 40, 50)
+        own = draw_own(row, 8, gen, groups=4, bias=torch.zeros(8, 1, 1), scale=torch.ones(8, 1, 1))
+    else:
+        own = draw_own(row, 8, gen, groups=8)
+    with torch.no_grad():
+        y = row.chain_op(v.contiguous(memory_format=layout), own)
+        reference, eager = row.plain_chain(v.double(), double(own)), row.plain_chain(v, own)
+    assert_close(y, reference, eager, 1e-3, row.chain)
+
+
+def test_row_8_deviation_after_a_group_norm_of_mean_100() -> None:
+    """Mean 100 and deviation 0.01 must give 0.95 with eps 1e-5. A pool of one and no clamp show the norm itself."""
+    v = 100 + 0.01 * randn(generator("0.95"), 2, 4, 64, 64)
+    ones, zeros = torch.ones(4), torch.zeros(4)
+    y = torch.ops.fusedconv.group_norm_scale_max_pool_clamp(v, 4, ones, zeros, 1e-5, ones.view(4, 1, 1), 1)
+    assert abs(float(y.std()) - 0.953) < 0.01
+    assert abs(float(y.mean())) < 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in ROWS if row.has_norm], ids=lambda row: row.chain)
+def test_row_8_group_of_four_million_elements(row: Row) -> None:
+    gen = generator(row.chain, "4M")
+    v = torch.rand(1, 4, 1024, 1024, generator=gen) + 2
+    check_chain(row, v, draw_own(row, 4, gen, groups=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@all_rows
+def test_row_9_sums_and_squares_beyond_half(row: Row, dtype: torch.dtype) -> None:
+    """Values of 300: a square leaves float16's range, and so does a sum of a few hundred of them."""
+    gen = generator(row.chain, dtype, "overflow")
+    v = (300 + 40 * randn(gen, 2, 8, 24, 24)).to(dtype)
+    own = draw_own(row, 8, gen, dtype=dtype)
+    if "scale" in own and row.chain.startswith("bias"):
+        own["scale"] = own["scale"] / 100  # where the sigmoid is not saturated
+    check_chain(row, v, own)
+
+
+@formats
+@all_rows
+def test_every_element_is_written(row: Row, layout: torch.memory_format) -> None:
+    """In deterministic mode `torch.empty` hands out NaN: an element that no kernel writes shows."""
+    gen = generator(row.chain, "poison")
+    torch.use_deterministic_algorithms(True)
+    for channels, height, width in ((1, 1, 2), (7, 5, 9), (16, 8, 8), (33, 3, 17)):
+        v = randn(gen, 2, channels, height, width).contiguous(memory_format=layout)
+        own = draw_own(row, channels, gen, pool_size=min(2, height))
+        assert torch.isfinite(row.chain_op(v, own)).all()
+        if row.module:
+            weight = randn(gen, channels, channels, 3, 3)
+            assert torch.isfinite(row.conv_op(v, weight, None, own, padding=1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@formats
+@conv_rows
+def test_a_sample_does_not_depend_on_its_batch(
+    row: Row, layout: torch.memory_format, dtype: torch.dtype
+) -> None:
+    """Bit for bit the same alone, in any batch and at any place in it, and the same in a second run."""
+    gen = generator(row.chain, "batch", layout)
+    for c_in, c_out, size in ((3, 16, (19, 23)), (8, 33, (12, 40))):
+        x, weight, bias = conv_inputs(gen, 5, (c_in, c_out), size, dtype=dtype, layout=layout)
+        own = draw_own(row, c_out, gen, dtype=dtype)
+        y = row.conv_op(x, weight, bias, own)
+        assert same_bits(y, row.conv_op(x, weight, bias, own))
+        for i in (0, 2, 4):
+            assert same_bits(y[i : i + 1], row.conv_op(x[i : i + 1], weight, bias, own))
+        order = torch.tensor([3, 1, 4, 0, 2, 2, 1])
+        assert same_bits(y[order], row.conv_op(x[order].contiguous(memory_format=layout), weight, bias, own))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@all_rows
+def test_a_sample_of_the_chain_does_not_depend_on_its_batch(row: Row, dtype: torch.dtype) -> None:
+    gen = generator(row.chain, "batch")
+    v, own = randn(gen, 5, 12, 9, 11).to(dtype), draw_own(row, 12, gen, dtype=dtype)
+    y = row.chain_op(v, own)
+    assert same_bits(y, row.chain_op(v, own))
+    for i in range(5):
+        assert same_bits(y[i : i + 1], row.chain_op(v[i : i + 1], own))
+
+
+@conv_rows
+def test_conv_without_bias_and_norm_without_affine(row: Row) -> None:
+    gen = generator(row.chain, "none")
+    x, weight, _ = conv_inputs(gen, 2, (4, 12), (10, 9))
+    check_conv(row, x, weight, None, draw_own(row, 12, gen))
+    own = draw_own(row, 12, gen, norm_weight=None, norm_bias=None)
+    check_conv(row, x, weight, None, own)
+    own = draw_own(row, 12, gen, norm_bias=None)
+    check_conv(row, x, weight, None, own)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.has_pool], ids=lambda row: row.chain)
+def test_pool_sizes(row: Row) -> None:
+    """Row 12: windows that do not divide the map, not square ones, one, and the whole map."""
+    gen = generator(row.chain, "pool")
+    for pool in (1, 2, 3, 4, 5, 7, (1, 3), (4, 1), (2, 5), (11, 13)):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            v = randn(gen, 2, 9, 11, 13).contiguous(memory_format=layout)
+            size = list(pool) if isinstance(pool, tuple) else [pool, pool]
+            check_chain(row, v, draw_own(row, 9, gen, pool_size=size))
+            x, weight, bias = conv_inputs(gen, 2, (2, 9), (11, 13), layout=layout)
+            check_conv(row, x, weight, bias, draw_own(row, 9, gen, pool_size=size), padding=1)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "scale" in row.arguments], ids=lambda row: row.chain)
+def test_scale_and_bias_of_one_element(row: Row) -> None:
+    """KernelBench's shapes [C, 1, 1], and what broadcasts like them: one value, [1, C, 1, 1], [1]."""
+    gen = generator(row.chain, "broadcast")
+    v = randn(gen, 2, 6, 8, 9)
+    for shape in ((1, 1, 1), (1,), (), (6, 1, 1), (1, 6, 1, 1)):
+        own = draw_own(row, 6, gen)
+        own |= {name: randn(gen, *shape) for name in ("bias", "scale") if name in own}
+        check_chain(row, v, own)

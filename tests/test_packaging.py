@@ -1,0 +1,157 @@
+"""What the built package carries: dependencies and symbols of the extension, its stub, its types, and what an import does."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import platform
+import re
+from pathlib import Path
+
+import elf
+import fusedconv
+import pytest
+from chains_table import CONV_ROWS, ROWS
+from helpers import new_process
+
+from fusedconv import _C
+
+PACKAGE = Path(fusedconv.__file__).parent
+EXTENSION = Path(_C.__file__)
+linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads ELF files")
+
+
+@linux
+def test_dynamic_dependencies_of_the_extension() -> None:
+    """Nothing but the C and C++ run-time libraries: no torch, no CUDA, no OpenMP."""
+    needed = elf.needed(EXTENSION)
+    allowed = r"lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)\.so(\.\d+)*|ld-linux[-\w]*\.so(\.\d+)*"
+    assert needed, "no dependency was read"
+    assert [name for name in needed if not re.fullmatch(allowed, name)] == []
+
+
+@linux
+def test_undefined_symbols_of_the_extension() -> None:
+    """No symbol of torch, CUDA or OpenMP is expected from whoever loads the extension."""
+    undefined = [s.name for s in elf.dynamic_symbols(EXTENSION) if not s.defined]
+    assert len(undefined) > 10
+    foreign = re.compile(r"c10|torch|^at[A-Z_:]|_ZN2at|^cu[A-Z]|^cuda|^GOMP_|^omp_|^__kmpc")
+    assert [name for name in undefined if foreign.search(name)] == []
+
+
+@linux
+def test_weak_symbols_of_the_instruction_set_units() -> None:
+    """A weak function compiled for AVX-512 could be the copy that every machine runs: none may leave our namespaces.
+
+    A linked extension shows only what it exports, so it must export nothing of ours but the module's entry.
+    """
+    exported = [s for s in elf.dynamic_symbols(EXTENSION) if s.defined]
+    assert [s.name for s in exported if "fusedconv" in s.name and "PyInit" not in s.name] == []
+    assert [s.name for s in exported if s.weak and ("avx" in s.name or "baseline" in s.name)] == []
+    assert any(s.name == "PyInit__C" for s in exported)
+
+
+def test_import_does_not_initialise_cuda_or_change_torch() -> None:
+    """Row 24: an import costs no CUDA context, starts no thread, and moves no global of torch."""
+    code = """
+        import threading, torch
+        before = (torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cuda.matmul.allow_tf32,
+                  torch.backends.cudnn.allow_tf32, torch.initial_seed(), threading.active_count())
+        import fusedconv
+        after = (torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cuda.matmul.allow_tf32,
+                 torch.backends.cudnn.allow_tf32, torch.initial_seed(), threading.active_count())
+        assert before == after
+        assert not torch.cuda.is_initialized()
+        from fusedconv import _C
+        _C.build_info(), _C.cpu_isa(), _C.cpu_isas(), _C.cuda_chains()
+        assert not torch.cuda.is_initialized()
+        print("untouched")
+    """
+    assert "untouched" in new_process(code)
+
+
+def test_import_is_quick_and_quiet() -> None:
+    """The import prints nothing and, with torch already there, takes a moment, not seconds."""
+    code = """
+        import time, torch
+        t = time.perf_counter()
+        import fusedconv
+        print(time.perf_counter() - t)
+    """
+    assert float(new_process(code)) < 2.0
+
+
+def test_py_typed_and_version() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+    assert fusedconv.__version__ == importlib.metadata.version("fusedconv")
+    assert _C.build_info()["version"] == fusedconv.__version__
+
+
+def stub() -> ast.Module:
+    return ast.parse((PACKAGE / "_C.pyi").read_text())
+
+
+def test_the_stub_is_true() -> None:
+    """`_C.pyi` names what `_C` has, no more and no less, with the same argument names."""
+    functions = {node.name: node for node in stub().body if isinstance(node, ast.FunctionDef)}
+    constants = {
+        n.target.id for n in stub().body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
+    constants = {name for name in constants if name.isupper()}
+    real = {name for name in dir(_C) if not name.startswith("_")}
+    assert functions.keys() | constants == real
+    for name, node in functions.items():
+        said = [argument.arg for argument in node.args.args]
+        signature = re.match(r"\w+\((.*)\)", (getattr(_C, name).__doc__ or "").split("\n")[0])
+        assert signature, f"{name} has no signature"
+        actual = re.findall(r"(\w+): ", re.sub(r"\[[^\[\]]*(\[[^\[\]]*\][^\[\]]*)*\]", "", signature[1]))
+        assert [a for a in actual if not a.startswith("arg")] == (
+            said if actual and not actual[0].startswith("arg") else []
+        ), name
+    for name in constants:
+        assert isinstance(getattr(_C, name), int)
+
+
+def test_public_names() -> None:
+    """Each chain's module, function and operator exist under the name of the table, and `__all__` is true."""
+    import torch
+
+    import fusedconv.functional as functional
+
+    for row in CONV_ROWS:
+        assert row.module
+        assert row.module in fusedconv.__all__
+        assert callable(getattr(functional, row.conv))
+        assert hasattr(torch.ops.fusedconv, row.conv)
+    for row in ROWS:
+        assert callable(getattr(functional, row.chain))
+        assert hasattr(torch.ops.fusedconv, row.chain)
+    for name in fusedconv.__all__:
+        assert getattr(fusedconv, name).__doc__ or not callable(getattr(fusedconv, name)), name
+
+
+def test_schemas() -> None:
+    """The order and the names of the arguments, as the design fixes them."""
+    import torch
+
+    for row in ROWS:
+        schema = getattr(torch.ops.fusedconv, row.chain).default._schema
+        assert [a.name for a in schema.arguments] == ["input", *row.arguments, "precision"]
+        assert schema.arguments[-1].kwarg_only
+        if row.module:
+            schema = getattr(torch.ops.fusedconv, row.conv).default._schema
+            geometry = ["stride", "padding", "dilation", "groups"]
+            names = ["input", "weight", "conv_bias", *row.arguments, *geometry, "precision"]
+            assert [a.name for a in schema.arguments] == names
+            assert inspect.signature(getattr(fusedconv.functional, row.conv)).parameters.keys() >= set(
+                names[:-1]
+            )
+
+
+def test_unknown_chain_name_of_the_extension() -> None:
+    """The extension's own guard: a name that no chain has is an error, not a crash."""
+    arguments = (0, 0, 0, 0, 0, 1e-5, 1, 1, 0.0, 1.0)
+    tensor = (0, _C.FLOAT32, [1, 1, 1, 1], [1, 1, 1, 1])
+    with pytest.raises((ValueError, RuntimeError), match="no_such_chain"):
+        _C.cpu_chain("no_such_chain", tensor, arguments, tensor, 1)
