@@ -1,7 +1,8 @@
 """One row per chain: everything that the tests know about it.
 
-A row is written in stock PyTorch and independently of `fusedconv.chains`. A further chain costs one more `Row` in `ROWS` and gets every
-test. Everything else here is keyed by the argument's NAME: how it is drawn, which part of a module holds it, which constructor keyword it has.
+A row is written in stock PyTorch and independently of `fusedconv.chains`. A further chain costs one more `Row` in
+`ROWS` and gets every test. Everything else here is keyed by the argument's NAME: how it is drawn, which part of a module
+holds it, which keyword of the constructor it has.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ ROWS = (
         arguments=(),
         steps=lambda v, m: F.relu(v) * torch.clamp((F.relu(v) + 3) / 6, 0, 1),
         module="ConvReLUHardswish",
-        reference=dict(in_channels=8, out_channels=64, size=128),
+        reference={"in_channels": 8, "out_channels": 64, "size": 128},
     ),
     Row(
         chain="bias_scale_sigmoid",
@@ -93,7 +94,7 @@ ROWS = (
         module="ConvBiasScaleSigmoidGroupNorm",
         parts=("conv", "bias", "scale", "group_norm"),
         keywords={"eps": None},
-        reference=dict(in_channels=8, out_channels=32, size=256, num_groups=8),
+        reference={"in_channels": 8, "out_channels": 32, "size": 256, "num_groups": 8},
     ),
     Row(
         chain="group_norm_scale_max_pool_clamp",
@@ -107,9 +108,9 @@ ROWS = (
         parts=("conv", "group_norm", "scale"),
         initial_ones=("scale",),
         keywords={"eps": None},
-        reference=dict(
-            in_channels=8, out_channels=64, size=128, num_groups=16, pool_size=4, clamp_min=0.0, clamp_max=1.0
-        ),
+        reference={
+            "in_channels": 8, "out_channels": 64, "size": 128, "num_groups": 16, "pool_size": 4, "clamp_min": 0.0, "clamp_max": 1.0
+        },
     ),
     Row(
         chain="group_norm_tanh_hardswish_logsumexp",
@@ -118,7 +119,7 @@ ROWS = (
         module="ConvGroupNormTanhHardswishLogSumExp",
         parts=("conv", "group_norm"),
         keywords={"num_groups": "groups"},
-        reference=dict(in_channels=8, out_channels=64, size=128, num_groups=16),
+        reference={"in_channels": 8, "out_channels": 64, "size": 128, "num_groups": 16},
     ),
 )  # fmt: skip
 
@@ -174,7 +175,7 @@ def map_tensors(own: Own, change: Callable[[Tensor], Tensor]) -> Own:
 
 
 class Plain(nn.Module):
-    """The unfused model of a row as a user writes it: stock modules and parameters, then the row's steps."""
+    """The unfused model of a row: stock modules and parameters, then the row's steps."""
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ def modules(
     seed: int = 0,
     **conv: Any,
 ) -> tuple[nn.Module, Plain]:
-    """A fused module and the plain model, both built from the same seed, with affine parameters of either sign."""
+    """A fused module and the plain model of the same weights, with affine parameters of either sign."""
     own = module_arguments(row, out_channels, groups)
     assert row.module is not None
     torch.manual_seed(seed)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chains_table import Own, Row, map_tensors
 from torch import Tensor
+
+from chains_table import Own, Row, map_tensors
 
 TESTS = Path(__file__).resolve().parent
 

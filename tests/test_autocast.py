@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from chains_table import CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
 from helpers import BOUNDS, assert_close, double, relative_error
-from torch import Tensor
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
@@ -41,7 +42,7 @@ def test_row_19_conv_under_autocast(row: Row, layout: torch.memory_format, half:
 @halves
 @all_rows
 def test_row_19_chain_under_autocast(row: Row, half: torch.dtype) -> None:
-    """A chain on a given tensor, in float32 as it comes and in half precision as a conv under autocast leaves it."""
+    """A chain on a given tensor: float32, and half precision as a conv under autocast leaves it."""
     gen = generator(row.chain, half)
     own = draw_own(row, 12, gen)
     for v in (randn(gen, 2, 12, 9, 8), randn(gen, 2, 12, 9, 8, dtype=half)):
@@ -81,7 +82,7 @@ def test_row_19_modules_and_gradients_under_autocast(row: Row) -> None:
 
 @conv_rows
 def test_autocast_disabled_and_float64(row: Row) -> None:
-    """A disabled region casts nothing, and autocast leaves float64 input alone, as it leaves it for a conv."""
+    """A disabled region casts nothing; float64 input is treated as the unfused chain treats it."""
     x, weight, bias, own = inputs(row, "disabled")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
         assert row.conv_op(x, weight, bias, own).dtype == torch.float32

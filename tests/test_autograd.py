@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from chains_table import CONV_ROWS, ROWS, Own, Row, draw_own, generator, module_input, modules, randn
 from helpers import GRADIENT_BOUNDS, double, same_bits
-from torch import Tensor
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)

@@ -1,4 +1,4 @@
-"""opcheck, torch.compile, torch.export, and TorchScript saved and loaded in new processes (rows 26 and 27)."""
+"""opcheck, torch.compile, torch.export and TorchScript saved and loaded in new processes (rows 26, 27)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, module_input, modules, randn
 from helpers import new_process
-from torch import Tensor, nn
 
 rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 scriptable = pytest.mark.skipif(
@@ -69,7 +70,7 @@ def test_opcheck_of_the_conv(row: Row) -> None:
 
 @rows
 def test_row_26_compile_without_breaks_or_recompiles(row: Row) -> None:
-    """One compilation with a dynamic batch, one more when the size of the map becomes dynamic, forward and backward."""
+    """One compilation for all batches, a second for a map of dynamic size; forward and backward."""
     fused, plain = modules(row, padding=1)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(fused, backend=counter, fullgraph=True)

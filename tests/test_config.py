@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from chains_table import CONV_ROWS, Row, draw_own, generator, module_input, modules, randn
-from helpers import failure, same_bits
 
 import fusedconv
+from chains_table import CONV_ROWS, Row, draw_own, generator, module_input, modules, randn
+from helpers import failure, same_bits
 
 rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 
@@ -52,7 +52,7 @@ def test_bad_setting() -> None:
 
 @rows
 def test_each_precision_is_exact_on_the_cpu(row: Row) -> None:
-    """The CPU has no TF32: each setting gives the same bits, by setting and by argument, forward and backward."""
+    """The CPU has no TF32: each setting and argument gives the same bits, forward and backward."""
     gen = generator(row.chain, "precision")
     own = draw_own(row, 8, gen)
     x, weight = randn(gen, 2, 3, 9, 9), randn(gen, 8, 3, 3, 3).requires_grad_()
@@ -92,9 +92,8 @@ def test_a_compiled_graph_is_guarded_on_the_setting(row: Row) -> None:
     seen: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        for node in graph.graph.nodes:
-            if row.chain in str(node.target):
-                seen.append(node.kwargs.get("precision", node.args[-1] if node.args else None))
+        nodes = [node for node in graph.graph.nodes if row.chain in str(node.target)]
+        seen.extend(node.kwargs.get("precision", node.args[-1] if node.args else None) for node in nodes)
         return graph
 
     torch._dynamo.reset()
@@ -153,7 +152,7 @@ def microseconds(call: Callable[[], object], repeat: int = 15, number: int = 60)
 
 @rows
 def test_host_cost_of_a_call(row: Row) -> None:
-    """Under half of the eager chain's, in the same run, on a tensor too small to matter. Bounds in us are the bench's affair."""
+    """Under half of the eager chain's, in the same run, on a tensor too small to matter."""
     gen = generator(row.chain, "host")
     own = draw_own(row, 8, gen, groups=4, pool_size=1)
     x, weight, bias = randn(gen, 1, 3, 4, 4), randn(gen, 8, 3, 3, 3), randn(gen, 8)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, module_input, modules, randn
-from helpers import BOUNDS, SIZES, assert_close, double, new_process, same_bits
 from torch import Tensor
 
 import fusedconv
+from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, module_input, modules, randn
 from fusedconv import _C
+from helpers import BOUNDS, SIZES, assert_close, double, new_process, same_bits
 
 pytestmark = pytest.mark.cuda
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
@@ -185,14 +185,14 @@ def test_row_20_the_tensors_device_is_used_and_the_current_one_kept(row: Row) ->
 def test_row_17_tensors_on_two_devices() -> None:
     row = next(row for row in ROWS if "scale" in row.arguments)
     own = draw_own(row, 8, generator("two"))
-    with pytest.raises((RuntimeError, ValueError), match="bias|scale"):
+    with pytest.raises((RuntimeError, ValueError), match=r"bias|scale"):
         row.chain_op(torch.ones(1, 8, 4, 4, device="cuda:0"), on(own, "cuda:1"))
 
 
 def test_row_17_a_parameter_on_the_cpu() -> None:
     row = next(row for row in ROWS if "scale" in row.arguments)
     own = draw_own(row, 8, generator("cpu"))
-    with pytest.raises((RuntimeError, ValueError), match="bias|scale"):
+    with pytest.raises((RuntimeError, ValueError), match=r"bias|scale"):
         row.chain_op(torch.ones(1, 8, 4, 4, device="cuda"), own)
 
 

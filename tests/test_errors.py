@@ -1,4 +1,4 @@
-"""Wrong arguments: a clear error that names the argument, of the same type and text from the real, the meta and the fake operator."""
+"""Wrong arguments: a clear error that names the argument, the same from the real, the meta and the fake operator."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, randn
-from helpers import failure
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, randn
+from helpers import failure
 
 Call = dict[str, Any]
 

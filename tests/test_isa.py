@@ -1,13 +1,14 @@
-"""The instruction-set levels of the CPU kernels: each level that this machine runs is right, and the variable caps it."""
+"""The instruction-set levels of the CPU kernels: each one that this machine has is right; the variable caps it."""
 
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import pytest
-from helpers import new_process
 
 from fusedconv import _C
+from helpers import new_process
 
 LEVELS = """
 import sys
@@ -50,12 +51,12 @@ def test_levels_of_this_machine() -> None:
     code = "from fusedconv import _C; print(_C.cpu_isa())"
     assert new_process(code, environment={"FUSEDCONV_CPU_ISA": ""}).strip() == levels[-1]
     if platform.machine() == "x86_64":
-        flags = open("/proc/cpuinfo").read() if platform.system() == "Linux" else ""
+        flags = Path("/proc/cpuinfo").read_text() if platform.system() == "Linux" else ""
         assert ("avx2" in levels) == (" avx2" in flags and " fma" in flags)
 
 
 def test_a_level_that_the_machine_lacks_is_not_used() -> None:
-    """The variable is a cap: a level above the machine's gives the machine's best, never an illegal instruction."""
+    """The variable is a cap: above the machine's best, the best runs, and no illegal instruction."""
     code = "from fusedconv import _C; print(_C.cpu_isa())"
     assert new_process(code, environment={"FUSEDCONV_CPU_ISA": "avx512"}).strip() == _C.cpu_isas()[-1]
 
@@ -73,9 +74,9 @@ def test_an_unknown_level_is_said_to_be_unknown() -> None:
             assert "FUSEDCONV_CPU_ISA" in str(error)
             print("said")
     """
+    import os
     import subprocess
     import sys
-    import os
 
     done = subprocess.run(
         [sys.executable, "-W", "always", "-c", "\n".join(line[8:] for line in code.split("\n"))],

@@ -1,4 +1,4 @@
-"""Memory that is not laid out plainly: slices, transposes, expanded and offset tensors, ambiguous strides, batch 0, guarded pages."""
+"""Memory not laid out plainly: slices, transposes, expanded tensors, ambiguous strides, batch 0, guarded pages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, modules, randn
 from helpers import check_chain, check_conv, new_process, same_bits
-from torch import Tensor
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
@@ -163,7 +164,7 @@ def test_row_4_batch_beyond_65535(row: Row) -> None:
 
 @pytest.mark.slow
 def test_row_4_offsets_beyond_two_to_the_31st() -> None:
-    """An expanded input spans few bytes; a view with a huge stride reaches far. Values at the far end must be right."""
+    """Two samples that lie 2^31 elements apart: the second one must be right."""
     gen = generator("far")
     stride = 2**31 + 77
     store = torch.empty(stride + 8 * 9 * 10, dtype=torch.bfloat16)  # untouched pages cost nothing

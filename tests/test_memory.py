@@ -1,4 +1,4 @@
-"""What the reference workloads cost besides time: no operator of PyTorch runs, and no conv output is allocated."""
+"""The reference workloads: no operator of PyTorch runs, and no conv output is allocated."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import platform
 
 import pytest
 import torch
-from chains_table import CONV_ROWS, Plain, Row, fused_keywords
-from helpers import new_process
 
 import fusedconv
+from chains_table import CONV_ROWS, Plain, Row, fused_keywords
+from helpers import new_process
 
 rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 ALLOCATION = (
@@ -71,7 +71,7 @@ import torch
 from chains_table import BY_NAME
 from test_memory import reference_models
 
-# The resident set's high-water mark, set back before each call. Allocations are kept out of the malloc cache by their size.
+# The resident set's high-water mark, set back before each call.
 def resident(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
 

@@ -1,4 +1,4 @@
-"""The modules are the plain models: checkpoints, seeds, copies, moves, and whatever was done to their parts (row 30)."""
+"""The modules are the plain models: checkpoints, seeds, copies, moves, and what was done to their parts (row 30)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import fusedconv
 from chains_table import (
     CONV_ROWS,
     Plain,
@@ -24,10 +28,6 @@ from chains_table import (
     randn,
 )
 from helpers import failure
-from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, prune
-
-import fusedconv
 
 rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 
@@ -209,12 +209,12 @@ class LoRA(nn.Module):
 
 
 class Doubled(nn.Conv2d):
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as the base class names it
         return 2 * super().forward(input)
 
 
 class HalfNorm(nn.GroupNorm):
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as the base class names it
         return super().forward(input) / 2
 
 
@@ -404,7 +404,7 @@ def test_row_30_parametrized_own_parameters(row: Row) -> None:
 
 @rows
 def test_row_30_hooks_that_only_look(row: Row) -> None:
-    """A hook sees the conv's own output, as it would in the plain model; removing it brings the fused path back."""
+    """A hook sees the conv's own output, as in the plain model; without it the fused path is back."""
     fused, plain = modules(row)
     seen: list[Tensor] = []
     x = module_input()

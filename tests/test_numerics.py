@@ -1,4 +1,4 @@
-"""Every chain against float64: dtypes, layouts, sizes that leave tails, conv geometry, scales and means, unwritten memory."""
+"""Every chain against float64: dtypes, layouts, tails, conv geometry, scales and means, unwritten memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, randn
 from helpers import SIZES, assert_close, check_chain, check_conv, double, same_bits
-from torch import Tensor
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
@@ -158,7 +159,7 @@ def test_scaled_inputs(row: Row, factor: float) -> None:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("row", [row for row in ROWS if row.has_norm], ids=lambda row: row.chain)
 def test_row_8_large_mean_and_small_deviation(row: Row, layout: torch.memory_format) -> None:
-    """`E[x^2] - E[x]^2` in float32 has no right digit here. Float64 eager on the same float32 values is the judge."""
+    """`E[x^2] - E[x]^2` in float32 has no right digit here."""
     gen = generator(row.chain, "mean")
     v = 100 + 0.01 * randn(gen, 2, 8, 40, 50)
     if row.chain.startswith(

@@ -1,4 +1,4 @@
-"""What the built package carries: dependencies and symbols of the extension, its stub, its types, and what an import does."""
+"""What the built package carries: dependencies and symbols of the extension, its stub, and what an import does."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import platform
 import re
 from pathlib import Path
 
+import pytest
+
 import elf
 import fusedconv
-import pytest
 from chains_table import CONV_ROWS, ROWS
-from helpers import new_process
-
 from fusedconv import _C
+from helpers import new_process
 
 PACKAGE = Path(fusedconv.__file__).parent
 EXTENSION = Path(_C.__file__)
@@ -42,7 +42,7 @@ def test_undefined_symbols_of_the_extension() -> None:
 
 @linux
 def test_weak_symbols_of_the_instruction_set_units() -> None:
-    """A weak function compiled for AVX-512 could be the copy that every machine runs: none may leave our namespaces.
+    """A weak function compiled for AVX-512 could be the copy that every machine runs.
 
     A linked extension shows only what it exports, so it must export nothing of ours but the module's entry.
     """
@@ -115,9 +115,8 @@ def test_the_stub_is_true() -> None:
 
 def test_public_names() -> None:
     """Each chain's module, function and operator exist under the name of the table, and `__all__` is true."""
-    import torch
-
     import fusedconv.functional as functional
+    import torch
 
     for row in CONV_ROWS:
         assert row.module

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, randn
 from helpers import failure
-from torch import Tensor
 
 INF, NAN = math.inf, math.nan
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
@@ -69,7 +70,7 @@ def test_row_10_nan_in_a_parameter(row: Row) -> None:
 
 @all_rows
 def test_extreme_values_of_the_pointwise_functions(row: Row) -> None:
-    """Values around each kink, tiny, huge, denormal and of both signs of zero, without a norm that would hide them."""
+    """Values around each kink, tiny, huge and denormal ones, both signs of zero."""
     values = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 3.0, -3.0, 2.9999998, -2.9999998, 3.0000002, -3.0000002, 0.5]
     values += [9.0, -9.0, 20.0, -20.0, 88.0, -88.0, 89.0, -104.0, 1e4, -1e4, 1e30, -1e30, 3e38, -3e38]
     v = torch.tensor(values * 4).view(1, 1, 4, len(values)).expand(2, 4, -1, -1).contiguous()
@@ -82,7 +83,7 @@ def test_extreme_values_of_the_pointwise_functions(row: Row) -> None:
 
 @formats
 def test_row_11_negative_and_zero_gamma_times_scale(layout: torch.memory_format) -> None:
-    """Where it is negative the pool's maximum comes from the smallest value; where it is zero all values tie."""
+    """Where it is negative the maximum comes from the smallest value; where it is zero all tie."""
     gen = generator("negative")
     gamma = torch.tensor([1.5, -1.5, 1.5, -1.5, 0.0, -0.0, 1.0, 0.0])
     scale = torch.tensor([1.0, 1.0, -2.0, -2.0, 3.0, 3.0, 0.0, -0.0]).view(8, 1, 1)
@@ -96,7 +97,7 @@ def test_row_11_negative_and_zero_gamma_times_scale(layout: torch.memory_format)
 
 
 def test_row_12_ties_in_a_pool_window() -> None:
-    """Ties of equal values, and ties made by the clamp or by gamma zero: the first index gets the gradient."""
+    """Ties of equal values, and ties made by the affine: the first index gets the gradient."""
     gen = generator("ties")
     v = torch.randint(0, 3, (2, 6, 8, 9), generator=gen).float()
     for gamma in (torch.ones(6), -torch.ones(6), torch.zeros(6)):
@@ -139,7 +140,7 @@ def test_row_13_logsumexp_of_large_and_infinite_channels(layout: torch.memory_fo
 
 @pytest.mark.parametrize("value", [INF, -INF])
 def test_row_13_logsumexp_of_channels_that_are_all_infinite(value: float) -> None:
-    """A pixel where the chain's own sum is infinite in all channels: through the norm's bias, the norm stays finite."""
+    """One pixel of infinities in all channels, and a whole tensor of them."""
     gen = generator("all infinite")
     v = randn(gen, 2, 8, 5, 9)
     own = draw_own(LOGSUMEXP, 8, gen, groups=2)
