@@ -1,0 +1,27 @@
+"""Conv2d and everything after it, as one operator."""
+
+from importlib.metadata import version
+
+from . import functional
+from .config import float32_precision, get_float32_precision, set_float32_precision, show_config
+from .nn import (
+    ConvBiasScaleSigmoidGroupNorm,
+    ConvGroupNormScaleMaxPoolClamp,
+    ConvGroupNormTanhHardswishLogSumExp,
+    ConvReLUHardswish,
+)
+
+__version__ = version("fusedconv")
+
+__all__ = [
+    "ConvBiasScaleSigmoidGroupNorm",
+    "ConvGroupNormScaleMaxPoolClamp",
+    "ConvGroupNormTanhHardswishLogSumExp",
+    "ConvReLUHardswish",
+    "__version__",
+    "float32_precision",
+    "functional",
+    "get_float32_precision",
+    "set_float32_precision",
+    "show_config",
+]

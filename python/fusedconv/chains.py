@@ -1,0 +1,269 @@
+"""The chains: one record each, and what their arguments must be.
+
+A chain is what follows a Conv2d. Its record names its arguments and gives the plain-PyTorch reference; everything else
+(schemas, checks, shapes, gradients, autocast, vmap, launch) follows from the arguments' names.
+
+References: PyTorch's documentation of ``relu``, ``hardswish``, ``sigmoid``, ``tanh``, ``group_norm``, ``max_pool2d``,
+``clamp`` and ``logsumexp``; ids 57, 21, 85 and 92 of KernelBench, level 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Shape = tuple[int, int, int, int]
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The steps after a conv.
+
+    ``reference(v, *arguments)`` is the definition: ``v`` is the conv's output ``[N, C, H, W]``, and all tensors are
+    float32, or all are float64. It must be differentiable twice.
+    """
+
+    name: str
+    arguments: str  # schema text of the chain's own arguments; their names decide how they are checked and passed on
+    reference: Callable[..., Tensor]
+    reduces_channels: bool = False  # the output has one channel
+    has_conv: bool = True  # there is an operator conv2d_<name> too
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the chain's own arguments, in order."""
+        return tuple(a.split()[1].split("=")[0] for a in self.arguments.split(", ") if a)
+
+    @property
+    def has_norm(self) -> bool:
+        return "num_groups" in self.names
+
+
+def _relu_hardswish(v: Tensor) -> Tensor:
+    v = F.relu(v)
+    return v * torch.clamp((v + 3) / 6, 0, 1)
+
+
+def _bias_scale_sigmoid(v: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
+    return torch.sigmoid((v + bias) * scale)
+
+
+def _bias_scale_sigmoid_group_norm(
+    v: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    num_groups: int,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    return torch.group_norm(_bias_scale_sigmoid(v, bias, scale), num_groups, norm_weight, norm_bias, eps)
+
+
+def _group_norm_scale_max_pool_clamp(
+    v: Tensor,
+    num_groups: int,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    scale: Tensor,
+    pool_size: Sequence[int],
+    clamp_min: float | None,
+    clamp_max: float | None,
+) -> Tensor:
+    pooled = F.max_pool2d(torch.group_norm(v, num_groups, norm_weight, norm_bias, eps) * scale, pool_size)
+    return pooled if clamp_min is None and clamp_max is None else torch.clamp(pooled, clamp_min, clamp_max)
+
+
+def _group_norm_tanh_hardswish_logsumexp(
+    v: Tensor, num_groups: int, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float
+) -> Tensor:
+    normed = torch.group_norm(v, num_groups, norm_weight, norm_bias, eps)
+    return torch.logsumexp(v + F.hardswish(torch.tanh(normed)), dim=1, keepdim=True)
+
+
+_NORM = "SymInt num_groups, Tensor? norm_weight=None, Tensor? norm_bias=None, float eps=1e-5"
+
+CHAINS = (
+    Chain("relu_hardswish", "", _relu_hardswish),
+    Chain("bias_scale_sigmoid", "Tensor bias, Tensor scale", _bias_scale_sigmoid, has_conv=False),
+    Chain(
+        "bias_scale_sigmoid_group_norm", f"Tensor bias, Tensor scale, {_NORM}", _bias_scale_sigmoid_group_norm
+    ),
+    Chain(
+        "group_norm_scale_max_pool_clamp",
+        "SymInt num_groups, Tensor? norm_weight, Tensor? norm_bias, float eps, Tensor scale, SymInt[2] pool_size, "
+        "float? clamp_min=None, float? clamp_max=None",
+        _group_norm_scale_max_pool_clamp,
+    ),
+    Chain(
+        "group_norm_tanh_hardswish_logsumexp",
+        _NORM,
+        _group_norm_tanh_hardswish_logsumexp,
+        reduces_channels=True,
+    ),
+)
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+#
+# Real and fake operators run these same functions, so their errors are the same. As in PyTorch's conv the errors are
+# RuntimeErrors; two are ValueErrors, an unknown precision and F.group_norm's "more than 1 value per channel".
+# Sizes may be symbolic: no check may tie the batch, the height or the width to a number.
+
+
+def _must(condition: bool, message: str) -> None:
+    """Raises unless the condition holds; a condition on sizes that are not known yet becomes a run-time check."""
+    torch._check(condition, lambda: message)
+
+
+def check_image(name: str, image: Tensor) -> None:
+    """A tensor [N, C, H, W] of a dtype that we compute in."""
+    if image.dim() != 4:
+        raise RuntimeError(f"{name} must have 4 dimensions [N, C, H, W], but has shape {list(image.shape)}")
+    if image.dtype not in DTYPES:
+        raise RuntimeError(f"{name} must be float32, float64, bfloat16 or float16, but is {image.dtype}")
+    if image.shape[1] == 0:
+        raise RuntimeError(f"{name} must have at least one channel, but has shape {list(image.shape)}")
+
+
+def _check_kin(name: str, tensor: Tensor, input: Tensor, or_float32: bool) -> None:
+    """A tensor that goes with ``input``: on its device, of its dtype or else, where allowed, float32."""
+    if tensor.dtype is not input.dtype and not (or_float32 and tensor.dtype is torch.float32):
+        allowed = f"{input.dtype} or torch.float32" if or_float32 else f"{input.dtype}"
+        raise RuntimeError(f"{name} must be {allowed} to go with input, but is {tensor.dtype}")
+    if tensor.device != input.device:
+        raise RuntimeError(f"{name} is on {tensor.device}, but input is on {input.device}; they must be on one device")
+
+
+def check_conv(
+    input: Tensor,
+    weight: Tensor,
+    conv_bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Shape:
+    """The shape of the conv's output."""
+    check_image("input", input)
+    _check_kin("weight", weight, input, or_float32=False)
+    if weight.dim() != 4:
+        raise RuntimeError(
+            f"weight must have 4 dimensions [C_out, C_in / groups, KH, KW], but has shape {list(weight.shape)}"
+        )
+    n, channels, height, width = input.shape
+    out_channels, in_channels, kernel_h, kernel_w = weight.shape
+    if groups < 1:
+        raise RuntimeError(f"groups must be at least 1, but is {groups}")
+    if channels != in_channels * groups:
+        raise RuntimeError(
+            f"weight of shape {list(weight.shape)} with groups={groups} needs an input of {in_channels * groups} channels,"
+            f" but input has shape {list(input.shape)}"
+        )
+    if out_channels < 1 or out_channels % groups:
+        raise RuntimeError(
+            f"weight must have a multiple of groups={groups} output channels, and at least one, but has shape "
+            f"{list(weight.shape)}"
+        )
+    if conv_bias is not None:
+        _check_kin("conv_bias", conv_bias, input, or_float32=False)
+        if conv_bias.shape != (out_channels,):
+            raise RuntimeError(f"conv_bias must have shape [{out_channels}], but has shape {list(conv_bias.shape)}")
+    _check_pair("stride", stride, 1)
+    _check_pair("padding", padding, 0)
+    _check_pair("dilation", dilation, 1)
+    return (
+        n,
+        out_channels,
+        _windows(height, kernel_h, stride[0], padding[0], dilation[0], input, weight),
+        _windows(width, kernel_w, stride[1], padding[1], dilation[1], input, weight),
+    )
+
+
+def _check_pair(name: str, pair: Sequence[int], least: int) -> None:
+    if len(pair) != 2:
+        raise RuntimeError(f"{name} must have two values, but is {list(pair)}")
+    if pair[0] < least or pair[1] < least:
+        raise RuntimeError(f"{name} must be at least {least}, but is {list(pair)}")
+
+
+def _windows(
+    size: int, kernel: int, stride: int, padding: int, dilation: int, input: Tensor, weight: Tensor
+) -> int:
+    """How often the conv's window fits along one dimension."""
+    if kernel < 1:
+        raise RuntimeError(f"weight must have a kernel of at least 1 x 1, but has shape {list(weight.shape)}")
+    spare = size + 2 * padding - dilation * (kernel - 1) - 1
+    if (fits := spare >= 0) is not True:
+        _must(
+            fits,
+            f"weight of shape {list(weight.shape)} with dilation {dilation} is a kernel larger than the padded input: "
+            f"input has shape {list(input.shape)}, padding is {padding}",
+        )
+    return spare // stride + 1
+
+
+# A chain's own arguments, by name: check(name, value, shape of the conv's output, input).
+Check = Callable[[str, Any, Shape, Tensor], None]
+
+
+def _check_per_channel(name: str, vector: Tensor | None, shape: Shape, input: Tensor) -> None:
+    if vector is None:
+        return
+    _check_kin(name, vector, input, or_float32=True)
+    if vector.shape != (shape[1],):
+        raise RuntimeError(f"{name} must have shape [{shape[1]}], but has shape {list(vector.shape)}")
+
+
+def _check_broadcast(name: str, tensor: Tensor, shape: Shape, input: Tensor) -> None:
+    _check_kin(name, tensor, input, or_float32=True)
+    channels, given = shape[1], tensor.shape
+    if given != (channels, 1, 1) and given != (1, channels, 1, 1) and (tensor.numel() != 1 or tensor.dim() > 4):
+        raise RuntimeError(
+            f"{name} must have one value, or one a channel as shape [{channels}, 1, 1], but has shape {list(given)}"
+        )
+
+
+def _check_num_groups(name: str, groups: int, shape: Shape, input: Tensor) -> None:
+    n, channels, height, width = shape
+    if groups < 1 or channels % groups:
+        raise RuntimeError(f"{name} must divide the {channels} channels, but is {groups}")
+    # The order matters: a symbolic size is not looked at where the sizes before it settle the question.
+    if channels == groups and height == 1 and width == 1 and n == 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got input size "
+            f"{[n, channels, height, width]}: with {name}={groups} each group has one element"
+        )
+
+
+def _check_pool_size(name: str, pool: Sequence[int], shape: Shape, input: Tensor) -> None:
+    _check_pair(name, pool, 1)
+    for window, size in zip(pool, shape[2:]):
+        if (fits := window <= size) is not True:
+            _must(fits, f"{name} must be at most the map's {shape[2]} x {shape[3]}, but is {list(pool)}")
+
+
+CHECKS: dict[str, Check] = {
+    "bias": _check_broadcast,
+    "scale": _check_broadcast,
+    "norm_weight": _check_per_channel,
+    "norm_bias": _check_per_channel,
+    "num_groups": _check_num_groups,
+    "pool_size": _check_pool_size,
+}
+"""Arguments that are not named here (eps, clamp_min, clamp_max) may have any value that the schema admits."""
+
+
+def check_output_dtype(asked: torch.dtype, natural: torch.dtype) -> None:
+    """``output_dtype`` may be any dtype that is computed in the same way as the unfused chain's own."""
+    allowed = DTYPES[1:2] if natural is torch.float64 else (DTYPES[0], *DTYPES[2:])
+    if asked not in allowed:
+        raise RuntimeError(f"output_dtype must be one of {list(allowed)} for these arguments, but is {asked}")

@@ -1,0 +1,89 @@
+"""Settings, and what this build and machine have."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from types import TracebackType
+
+import torch
+
+from . import _C
+
+_precision = "default"
+
+
+def check_precision(precision: str | None) -> None:
+    """Raises ``ValueError`` unless it is one of the three, or None for "as set when run"."""
+    if precision not in (None, "default", "ieee", "tf32"):
+        raise ValueError(f'precision must be "default", "ieee" or "tf32", but is {precision!r}')
+
+
+def set_float32_precision(precision: str) -> None:
+    """How the convs of float32 inputs multiply, for the whole process.
+
+    - ``"default"``: our own conv kernels are exact; a conv that PyTorch runs follows PyTorch's own TF32 flags.
+    - ``"ieee"``: exact, whoever runs the conv.
+    - ``"tf32"``: one product of TF32 precision (where the machine has it), whoever runs the conv.
+
+    PyTorch's flags are neither changed nor, but for ``"default"``, read.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    global _precision
+    if precision is None:
+        raise ValueError('precision must be "default", "ieee" or "tf32", but is None')
+    check_precision(precision)
+    _precision = precision
+
+
+def get_float32_precision() -> str:
+    """The present setting: ``"default"``, ``"ieee"`` or ``"tf32"``."""
+    return _precision
+
+
+class float32_precision:
+    """Context manager that sets the precision inside the block, and restores it after.
+
+    Raises:
+        ValueError: for an unknown precision.
+    """
+
+    def __init__(self, precision: str) -> None:
+        self._precision = precision
+
+    def __enter__(self) -> None:
+        self._before = get_float32_precision()
+        set_float32_precision(self._precision)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        set_float32_precision(self._before)
+
+
+def _cuda_devices() -> str:
+    """The GPUs and whether the kernels of this build run on them."""
+    if not torch.cuda.is_available():
+        return "none"
+    return "; ".join(
+        f"{torch.cuda.get_device_name(i)} ({_C.cuda_status(i) or 'usable'})" for i in range(torch.cuda.device_count())
+    )
+
+
+def show_config() -> str:
+    """The build and the machine, one fact a line. Looks at the GPUs, which initialises CUDA where there is a GPU."""
+    facts = {
+        "fusedconv": version("fusedconv"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name.replace("_", " "): value for name, value in _C.build_info().items() if name != "version"},
+        "CPU instruction set": f"{_C.cpu_isa()} (this machine can run {', '.join(_C.cpu_isas())})",
+        "CPU threads": str(torch.get_num_threads()),
+        "CUDA devices": _cuda_devices(),
+        "float32 precision": get_float32_precision(),
+    }
+    width = max(map(len, facts))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
