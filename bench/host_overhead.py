@@ -1,0 +1,99 @@
+"""Host cost of one eager call on a tiny tensor: ``python bench/host_overhead.py``.
+
+The input is 1x3x6x6, so that nearly all of the time is Python, dispatch and checks. One thread. Each number is the
+fastest of several loops' means, in microseconds; operator, module and eager take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import timeit
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from fusedconv.workloads import SMALL_WORKLOADS
+
+MODES: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[object]], bool, float]] = {
+    # name: context, whether the parameters need gradients, the most that an operator may cost in microseconds
+    "grad mode, parameters need it": (torch.enable_grad, True, 30.0),
+    "grad mode, nothing needs it": (torch.enable_grad, False, 30.0),
+    "no_grad": (torch.no_grad, True, 30.0),
+    "inference_mode": (torch.inference_mode, True, 15.0),
+}
+LARGEST_SHARE = 0.5  # of eager's
+
+
+def operator(module: nn.Module, input: Tensor) -> Callable[[], Tensor]:
+    """The same call as the module makes, without the module."""
+    captured = {}
+
+    class Capture(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if "fusedconv" in str(function):
+                captured["call"] = function, args, kwargs or {}
+            return function(*args, **(kwargs or {}))
+
+    with Capture():
+        module(input)
+    function, args, kwargs = captured["call"]
+    return lambda: function(*args, **kwargs)
+
+
+def microseconds(calls: dict[str, Callable[[], Tensor]], loops: int, number: int) -> dict[str, float]:
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(loops):
+        for name, call in calls.items():
+            best[name] = min(best[name], timeit.timeit(call, number=number) / number * 1e6)
+    return best
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--loops", type=int, default=7)
+    parser.add_argument("--number", type=int, default=1000, help="calls in a loop")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    table = Table(title="host cost of one call, us", title_justify="left")
+    for column in ("model", "mode", "operator", "module", "eager", "operator / eager"):
+        table.add_column(column, justify="left" if column in ("model", "mode") else "right")
+    failed = False
+    for workload in SMALL_WORKLOADS:
+        workload = replace(workload, size=6)
+        module = workload.build()
+        plain, input = workload.plain(module), workload.input(1)
+        for mode, (context, needs_grad, limit) in MODES.items():
+            module.requires_grad_(needs_grad)
+            with context():
+                calls: dict[str, Callable[[], Tensor]] = {
+                    "operator": operator(module, input),
+                    "module": partial(module, input),
+                    "eager": partial(plain, input),
+                }
+                cost = microseconds(calls, options.loops, options.number)
+            share = cost["operator"] / cost["eager"]
+            held = cost["operator"] < limit and share < LARGEST_SHARE
+            failed |= not held
+            colour = "green" if held else "red"
+            cells = (
+                f"{cost['operator']:.1f} (limit {limit:.0f})",
+                f"{cost['module']:.1f}",
+                f"{cost['eager']:.1f}",
+            )
+            table.add_row(f"{workload.id}", mode, *cells, f"[{colour}]{share:.0%}[/]")
+    Console().print(table)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

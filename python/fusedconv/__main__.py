@@ -1,0 +1,189 @@
+"""``python -m fusedconv``: runs the four reference models here, checks each against float64, and prints a table."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import fusedconv
+
+from ._measure import device_name, interleaved, peak_memory, relative_error
+from .workloads import WORKLOADS, Workload
+
+ERROR_BOUND = 1e-6
+ROUNDS = 15
+WARMUP = 2
+SECONDS_A_MODEL = 8.0  # a slow machine makes fewer rounds
+STEPS_A_MODEL = 3 + ROUNDS  # check, two memories, rounds
+
+HOW = """\
+error: ||y - reference|| / ||reference||, the reference is plain PyTorch in float64. eager: the plain PyTorch model in
+float32 on the same contiguous input. times: medians of up to {rounds} rounds in which both take turns, caches flushed
+before each run. memory: {memory} at its peak during one warm call, the output included."""
+MEMORY = {
+    "cpu": "growth of the process's resident set (Linux only)",
+    "cuda": "bytes taken from PyTorch's CUDA allocator",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table. Times are in seconds, memory in bytes."""
+
+    id: int
+    model: str
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+    error: float
+    eager_error: float
+    time: float
+    eager_time: float
+    speedup: float
+    memory: int | None
+    eager_memory: int | None
+
+
+def measure(workload: Workload, batch: int, device: torch.device) -> Iterator[Result | None]:
+    """Yields None after each step of the work (STEPS_A_MODEL at most), and the result at the end."""
+    module = workload.build().to(device)
+    plain = workload.plain(module)
+    input = workload.input(batch).to(device)
+
+    output, eager = module(input), plain(input)
+    reference = copy.deepcopy(plain).double()(input.double())
+    error, eager_error = relative_error(output, reference), relative_error(eager, reference)
+    shape = tuple(output.shape)
+    del output, eager, reference
+    yield None
+
+    memory = peak_memory(lambda: module(input), device)
+    yield None
+    eager_memory = peak_memory(lambda: plain(input), device)
+    yield None
+
+    times, eager_times = [], []
+    deadline = time.monotonic() + SECONDS_A_MODEL
+    calls = {"fused": lambda: module(input), "eager": lambda: plain(input)}
+    for seconds in interleaved(calls, ROUNDS, WARMUP, device):
+        times.append(seconds["fused"])
+        eager_times.append(seconds["eager"])
+        yield None
+        if len(times) >= 3 and time.monotonic() > deadline:
+            break
+    fused_time, eager_time = statistics.median(times), statistics.median(eager_times)
+    yield Result(
+        id=workload.id,
+        model=workload.name,
+        input=tuple(input.shape),
+        output=shape,
+        error=error,
+        eager_error=eager_error,
+        time=fused_time,
+        eager_time=eager_time,
+        speedup=eager_time / fused_time,
+        memory=memory,
+        eager_memory=eager_memory,
+    )
+
+
+def run(batch: int, device: torch.device) -> list[Result]:
+    """Measures every workload, with a progress bar on stderr."""
+    results = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(WORKLOADS) * STEPS_A_MODEL)
+        for index, workload in enumerate(WORKLOADS):
+            progress.update(task, description=workload.name, completed=index * STEPS_A_MODEL)
+            for result in measure(workload, batch, device):
+                if result is None:
+                    progress.advance(task)
+                else:
+                    results.append(result)
+    return results
+
+
+def _megabytes(size: int | None) -> str:
+    return "-" if size is None else f"{size / 1e6:.1f}"
+
+
+def _dimensions(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def table(results: list[Result], title: str) -> Table:
+    grid = Table(title=title, title_justify="left")
+    for column in ("model", "input", "output"):
+        grid.add_column(column, no_wrap=column != "model", overflow="fold")
+    for column in ("error", "time, ms", "eager, ms", "speed-up", "memory, MB", "eager, MB"):
+        grid.add_column(column, justify="right", min_width=len(column.split(",")[0]))
+    for r in results:
+        grid.add_row(
+            f"{r.id} {r.model}",
+            _dimensions(r.input),
+            _dimensions(r.output),
+            f"[{'green' if r.error <= ERROR_BOUND else 'red'}]{r.error:.1e}[/]",
+            f"{r.time * 1e3:.2f}",
+            f"{r.eager_time * 1e3:.2f}",
+            f"{r.speedup:.2f}",
+            _megabytes(r.memory),
+            _megabytes(r.eager_memory),
+        )
+    return grid
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m fusedconv", description=__doc__)
+    parser.add_argument("--batch", type=int, help="samples in a batch (128 on a GPU, 8 on a CPU)")
+    parser.add_argument("--device", type=torch.device, help="cpu, cuda or cuda:N (a GPU if there is one)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    options = parser.parse_args(arguments)
+    if options.device is None:
+        options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device.type not in MEMORY:
+        parser.error(f"--device must be cpu or cuda, not {options.device}")
+    if options.batch is None:
+        options.batch = 128 if options.device.type == "cuda" else 8
+    if options.batch < 1:
+        parser.error("--batch must be at least 1")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 0, or 1 if an error is larger than ERROR_BOUND."""
+    options = parse(arguments)
+    device: torch.device = options.device
+    with torch.inference_mode(), fusedconv.float32_precision("ieee"):
+        results = run(options.batch, device)
+    environment = {
+        "fusedconv": fusedconv.__version__,
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "batch": options.batch,
+        "precision": "float32, ieee",
+    }
+    if options.json:
+        print(json.dumps({**environment, "results": [asdict(result) for result in results]}, indent=2))
+    else:
+        console = Console()
+        console.print(table(results, ", ".join(f"{name} {value}" for name, value in environment.items())))
+        console.print(HOW.format(rounds=ROUNDS, memory=MEMORY[device.type]), style="dim", highlight=False)
+    wrong = [result.model for result in results if not result.error <= ERROR_BOUND]
+    if wrong:
+        print(f"error above {ERROR_BOUND:.0e}: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

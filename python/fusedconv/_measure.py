@@ -1,0 +1,105 @@
+"""Errors, times and peak memory, as ``python -m fusedconv`` and the benchmarks measure them."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+
+FLUSH_BYTES = 128 << 20  # more than the last-level cache of common CPUs and GPUs
+
+
+def relative_error(output: Tensor, reference: Tensor) -> float:
+    """``||output - reference|| / ||reference||`` in float64."""
+    reference = reference.double()
+    return float(torch.linalg.vector_norm(output.double() - reference) / torch.linalg.vector_norm(reference))
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def _cpu_seconds(call: Call, device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(call: Call, device: torch.device) -> float:
+    with torch.cuda.device(device):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def interleaved(
+    calls: Mapping[str, Call], rounds: int, warmup: int, device: torch.device
+) -> Iterator[dict[str, float]]:
+    """Yields one dictionary of seconds a round, in which every call runs once; warm-up rounds yield nothing.
+
+    The calls take turns, each round starting with another one, so that a change of the machine's speed meets all
+    of them. A large buffer is written before each call, so that none finds its data in a cache.
+    """
+    seconds = _cuda_seconds if device.type == "cuda" else _cpu_seconds
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    names = list(calls)
+    for index in range(warmup + rounds):
+        first = index % len(names)
+        times = {}
+        for name in names[first:] + names[:first]:
+            flush.fill_(index)
+            times[name] = seconds(calls[name], device)
+        if index >= warmup:
+            yield times
+
+
+def peak_memory(call: Call, device: torch.device) -> int | None:
+    """Bytes by which the memory in use grows at most during ``call``, its result included.
+
+    On CUDA they are those of PyTorch's allocator. On the CPU they are the growth of the process's resident set to its
+    high-water mark, so that memory counts no matter who allocated it. Linux only; elsewhere None. Run the
+    call once before: one-time allocations are not meant.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # give back what earlier calls freed: reusing it would not show
+        Path("/proc/self/clear_refs").write_text("5")  # set the high-water mark to what is resident now
+        before = _resident_high_water()
+        result = call()
+        peak = _resident_high_water()
+        del result
+    except (OSError, AttributeError):
+        return None
+    return peak - before
+
+
+def _resident_high_water() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))

@@ -1,0 +1,412 @@
+"""Modules that run a Conv2d and everything behind it as one operator.
+
+Each holds the same submodules and parameters, under the same names and created in the same order, as the plain
+PyTorch model: its checkpoints load with ``strict=True``, and the same seed gives the same weights. Each looks at
+its parts in every call: where a part is not a stock ``nn.Conv2d`` or ``nn.GroupNorm`` (LoRA, pruning, hooks,
+parametrisations, ``fully_shard``, an overridden forward), that part is called, and the rest stays fused as far
+as it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import torch.nn.modules.module as _every_module
+from torch import Tensor, nn
+from typing_extensions import Self, TypedDict, Unpack
+
+from .config import get_float32_precision
+
+__all__ = [
+    "ConvBiasScaleSigmoidGroupNorm",
+    "ConvGroupNormScaleMaxPoolClamp",
+    "ConvGroupNormTanhHardswishLogSumExp",
+    "ConvOptions",
+    "ConvReLUHardswish",
+]
+
+
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+
+
+class ConvOptions(TypedDict, total=False):
+    """Keywords of ``nn.Conv2d``, with its defaults; ``conv_groups`` is its ``groups``."""
+
+    stride: int | tuple[int, int]
+    padding: str | int | tuple[int, int]
+    dilation: int | tuple[int, int]
+    conv_groups: int
+    bias: bool
+    padding_mode: PaddingMode
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
+
+
+class _Place(TypedDict):
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
+
+
+def _place(options: ConvOptions) -> _Place:
+    return {"device": options.get("device"), "dtype": options.get("dtype")}
+
+
+def _conv2d(
+    in_channels: int,
+    out_channels: int,
+    kernel_size: int | tuple[int, int],
+    *,
+    stride: int | tuple[int, int] = 1,
+    padding: str | int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    conv_groups: int = 1,
+    bias: bool = True,
+    padding_mode: PaddingMode = "zeros",
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Conv2d:
+    return nn.Conv2d(
+        in_channels, out_channels, kernel_size, stride, padding, dilation, conv_groups, bias, padding_mode, device, dtype
+    )  # fmt: skip
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    """A parameter as it is; any other tensor as a parameter that is trained if the tensor was."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, tensor.requires_grad)
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _precision() -> str | None:
+    """What an operator gets as ``precision``. A scripted module leaves it open until it runs."""
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return None
+    else:
+        return get_float32_precision()
+
+
+def _is_stock(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of ``module`` does what ``kind`` does and nothing more."""
+    return type(module) is kind and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or "_conv_forward" in module.__dict__
+        or _every_module._global_forward_hooks
+        or _every_module._global_forward_pre_hooks
+        or _every_module._global_backward_hooks
+        or _every_module._global_backward_pre_hooks
+    )
+
+
+class _ConvChain(nn.Module):
+    """What the modules share: the conv, and whether an operator may run it.
+
+    TorchScript reads the properties once, when it scripts, and compiles only the branch that they choose. A
+    ``forward`` has ``else`` even after a ``return``, because TorchScript would compile what stands behind it.
+    """
+
+    __constants__: tuple[str, ...] = ("_padding",)
+    __jit_unused_properties__: tuple[str, ...] = ("_padding", "_operator")
+
+    _chain = ""  # the operator without its conv
+
+    def _take_conv(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+        self.training = conv.training
+
+    @property
+    def _padding(self) -> tuple[int, int] | None:
+        """The conv's padding in numbers; None if no operator would do what the conv does."""
+        conv = self.conv
+        if not _is_stock(conv, nn.Conv2d) or conv.padding_mode != "zeros":
+            return None
+        if not isinstance(conv.padding, str):
+            height, width = conv.padding
+            return height, width
+        left, right, top, bottom = conv._reversed_padding_repeated_twice
+        return (top, left) if (top, left) == (bottom, right) else None
+
+    @property
+    def _operator(self) -> str | None:
+        """The operator that a call runs; None if it goes step by step."""
+        return self._chain if self._padding is None else f"conv2d_{self._chain}"
+
+    def extra_repr(self) -> str:
+        return f"operator={self._operator}"
+
+
+class _ConvNormChain(_ConvChain):
+    """The same with a GroupNorm."""
+
+    __constants__: tuple[str, ...] = ("_padding", "_stock_norm")
+    __jit_unused_properties__ = ("_padding", "_operator", "_stock_norm")
+
+    def _take_conv_norm(self, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> None:
+        self._take_conv(conv)
+        self.group_norm = group_norm
+
+    @property
+    def _stock_norm(self) -> bool:
+        return _is_stock(self.group_norm, nn.GroupNorm)
+
+    @property
+    def _operator(self) -> str | None:
+        return super()._operator if self._stock_norm else None
+
+
+class ConvReLUHardswish(_ConvChain):
+    """Conv2d, ReLU, hardswish: ``hardswish(relu(conv(x)))``.
+
+    The keywords are those of ``nn.Conv2d`` (:class:`ConvOptions`). Input ``[N, in_channels, H, W]``; output
+    ``[N, out_channels, H', W']``, the conv's own shape. The dtype is the one that the plain model gives.
+    """
+
+    _chain = "relu_hardswish"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        **options: Unpack[ConvOptions],
+    ) -> None:
+        self._take_conv(_conv2d(in_channels, out_channels, kernel_size, **options))
+
+    @classmethod
+    def from_modules(cls, conv: nn.Conv2d) -> Self:
+        """Takes over a trained conv. It is shared, not copied."""
+        module = cls.__new__(cls)
+        module._take_conv(conv)
+        return module
+
+    def forward(self, input: Tensor) -> Tensor:
+        conv = self.conv
+        padding = self._padding
+        if padding is None:
+            v = conv(input)
+            output: Tensor = torch.ops.fusedconv.relu_hardswish(v, precision=_precision())
+        else:
+            output = torch.ops.fusedconv.conv2d_relu_hardswish(
+                input, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups,
+                precision=_precision(),
+            )  # fmt: skip
+        return output
+
+
+class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
+    """Conv2d, bias, scale, sigmoid, GroupNorm: ``group_norm(sigmoid((conv(x) + bias) * scale))``.
+
+    ``bias`` and ``scale`` have one value, or one a channel as ``(out_channels, 1, 1)``, and start as ``randn``. This
+    ``bias`` comes on top of the conv's own, which the keyword ``bias=False`` leaves out. The keywords are those of
+    ``nn.Conv2d`` (:class:`ConvOptions`). Input ``[N, in_channels, H, W]``; output ``[N, out_channels, H', W']``, the
+    conv's own shape. The dtype is the one that the plain model gives.
+    """
+
+    _chain = "bias_scale_sigmoid_group_norm"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        num_groups: int,
+        bias_shape: Sequence[int],
+        scale_shape: Sequence[int],
+        **options: Unpack[ConvOptions],
+    ) -> None:
+        place = _place(options)
+        self._take(
+            _conv2d(in_channels, out_channels, kernel_size, **options),
+            nn.Parameter(torch.randn(bias_shape, **place)),
+            nn.Parameter(torch.randn(scale_shape, **place)),
+            nn.GroupNorm(num_groups, out_channels, **place),
+        )
+
+    def _take(self, conv: nn.Conv2d, bias: Tensor, scale: Tensor, group_norm: nn.GroupNorm) -> None:
+        self._take_conv_norm(conv, group_norm)
+        self.bias = _parameter(bias)
+        self.scale = _parameter(scale)
+
+    @classmethod
+    def from_modules(cls, conv: nn.Conv2d, bias: Tensor, scale: Tensor, group_norm: nn.GroupNorm) -> Self:
+        """Takes over trained parts. They are shared, not copied."""
+        module = cls.__new__(cls)
+        module._take(conv, bias, scale, group_norm)
+        return module
+
+    def forward(self, input: Tensor) -> Tensor:
+        conv = self.conv
+        norm = self.group_norm
+        padding = self._padding
+        if not self._stock_norm:
+            v = conv(input)
+            output: Tensor = norm(
+                torch.ops.fusedconv.bias_scale_sigmoid(v, self.bias, self.scale, precision=_precision())
+            )
+        elif padding is None:
+            output = torch.ops.fusedconv.bias_scale_sigmoid_group_norm(
+                conv(input), self.bias, self.scale, norm.num_groups, norm.weight, norm.bias, norm.eps,
+                precision=_precision(),
+            )  # fmt: skip
+        else:
+            output = torch.ops.fusedconv.conv2d_bias_scale_sigmoid_group_norm(
+                input, conv.weight, conv.bias, self.bias, self.scale, norm.num_groups, norm.weight, norm.bias, norm.eps,
+                conv.stride, padding, conv.dilation, conv.groups, precision=_precision(),
+            )  # fmt: skip
+        return output
+
+    def extra_repr(self) -> str:
+        return f"bias_shape={tuple(self.bias.shape)}, scale_shape={tuple(self.scale.shape)}, {super().extra_repr()}"
+
+
+class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
+    """Conv2d, GroupNorm, scale, max pool, clamp: ``clamp(max_pool2d(group_norm(conv(x)) * scale, k), low, high)``.
+
+    ``scale`` has one value, or one a channel as ``(out_channels, 1, 1)``, and starts as ones. Either bound of the
+    clamp may be None. The keywords are those of ``nn.Conv2d`` (:class:`ConvOptions`). Input
+    ``[N, in_channels, H, W]``; output ``[N, out_channels, H' // k, W' // k]`` with ``H', W'`` the conv's map and ``k``
+    the ``maxpool_kernel_size``. The dtype is the one that the plain model gives.
+    """
+
+    _chain = "group_norm_scale_max_pool_clamp"
+    __constants__ = (*_ConvNormChain.__constants__, "maxpool_kernel_size", "clamp_min", "clamp_max")
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        num_groups: int,
+        scale_shape: Sequence[int],
+        maxpool_kernel_size: int | tuple[int, int],
+        clamp_min: float | None,
+        clamp_max: float | None,
+        **options: Unpack[ConvOptions],
+    ) -> None:
+        place = _place(options)
+        self._take(
+            _conv2d(in_channels, out_channels, kernel_size, **options),
+            nn.GroupNorm(num_groups, out_channels, **place),
+            nn.Parameter(torch.ones(scale_shape, **place)),
+            maxpool_kernel_size,
+            clamp_min,
+            clamp_max,
+        )
+
+    def _take(
+        self,
+        conv: nn.Conv2d,
+        group_norm: nn.GroupNorm,
+        scale: Tensor,
+        maxpool_kernel_size: int | tuple[int, int],
+        clamp_min: float | None,
+        clamp_max: float | None,
+    ) -> None:
+        self._take_conv_norm(conv, group_norm)
+        self.scale = _parameter(scale)
+        self.maxpool_kernel_size = _pair(maxpool_kernel_size)
+        # TorchScript takes no int for a float
+        self.clamp_min = None if clamp_min is None else float(clamp_min)
+        self.clamp_max = None if clamp_max is None else float(clamp_max)
+
+    @classmethod
+    def from_modules(
+        cls,
+        conv: nn.Conv2d,
+        group_norm: nn.GroupNorm,
+        scale: Tensor,
+        maxpool_kernel_size: int | tuple[int, int],
+        clamp_min: float | None,
+        clamp_max: float | None,
+    ) -> Self:
+        """Takes over trained parts. They are shared, not copied."""
+        module = cls.__new__(cls)
+        module._take(conv, group_norm, scale, maxpool_kernel_size, clamp_min, clamp_max)
+        return module
+
+    def forward(self, input: Tensor) -> Tensor:
+        conv = self.conv
+        norm = self.group_norm
+        padding = self._padding
+        if not self._stock_norm:
+            output: Tensor = F.max_pool2d(norm(conv(input)) * self.scale, self.maxpool_kernel_size)
+            if self.clamp_min is not None or self.clamp_max is not None:
+                output = torch.clamp(output, self.clamp_min, self.clamp_max)
+        elif padding is None:
+            output = torch.ops.fusedconv.group_norm_scale_max_pool_clamp(
+                conv(input), norm.num_groups, norm.weight, norm.bias, norm.eps, self.scale, self.maxpool_kernel_size,
+                self.clamp_min, self.clamp_max, precision=_precision(),
+            )  # fmt: skip
+        else:
+            output = torch.ops.fusedconv.conv2d_group_norm_scale_max_pool_clamp(
+                input, conv.weight, conv.bias, norm.num_groups, norm.weight, norm.bias, norm.eps, self.scale,
+                self.maxpool_kernel_size, self.clamp_min, self.clamp_max,
+                conv.stride, padding, conv.dilation, conv.groups, precision=_precision(),
+            )  # fmt: skip
+        return output
+
+    def extra_repr(self) -> str:
+        return (
+            f"scale_shape={tuple(self.scale.shape)}, maxpool_kernel_size={self.maxpool_kernel_size}, "
+            f"clamp_min={self.clamp_min}, clamp_max={self.clamp_max}, {super().extra_repr()}"
+        )
+
+
+class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
+    """Conv2d, GroupNorm, tanh, hardswish, residual, logsumexp over the channels.
+
+    With ``v = conv(x)``: ``logsumexp(v + hardswish(tanh(group_norm(v))), dim=1, keepdim=True)``. ``groups`` are the
+    norm's; the conv's are the keyword ``conv_groups``, and the other keywords are those of ``nn.Conv2d``
+    (:class:`ConvOptions`). Input ``[N, in_channels, H, W]``; output ``[N, 1, H', W']`` with the conv's map. The dtype
+    is the one that the plain model gives.
+    """
+
+    _chain = "group_norm_tanh_hardswish_logsumexp"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        groups: int,
+        eps: float = 1e-5,
+        **options: Unpack[ConvOptions],
+    ) -> None:
+        self._take_conv_norm(
+            _conv2d(in_channels, out_channels, kernel_size, **options),
+            nn.GroupNorm(groups, out_channels, float(eps), **_place(options)),
+        )
+
+    @classmethod
+    def from_modules(cls, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> Self:
+        """Takes over trained parts. They are shared, not copied."""
+        module = cls.__new__(cls)
+        module._take_conv_norm(conv, group_norm)
+        return module
+
+    def forward(self, input: Tensor) -> Tensor:
+        conv = self.conv
+        norm = self.group_norm
+        padding = self._padding
+        if not self._stock_norm:
+            v = conv(input)
+            output: Tensor = torch.logsumexp(v + F.hardswish(torch.tanh(norm(v))), dim=1, keepdim=True)
+        elif padding is None:
+            output = torch.ops.fusedconv.group_norm_tanh_hardswish_logsumexp(
+                conv(input), norm.num_groups, norm.weight, norm.bias, norm.eps, precision=_precision()
+            )
+        else:
+            output = torch.ops.fusedconv.conv2d_group_norm_tanh_hardswish_logsumexp(
+                input, conv.weight, conv.bias, norm.num_groups, norm.weight, norm.bias, norm.eps,
+                conv.stride, padding, conv.dilation, conv.groups, precision=_precision(),
+            )  # fmt: skip
+        return output
