@@ -12,7 +12,7 @@ Every record of ``chains.CHAINS`` gives two operators, ``<chain>`` and ``conv2d_
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -159,11 +159,13 @@ class Operator:
     # ---- torch.func.vmap ----
 
     def vmap(self, info: Any, in_dims: Any, *given: Any, **options: Any) -> tuple[Tensor, int]:
-        """Samples do not see each other, so a mapped input only makes the batch larger; else the reference."""
+        """Samples do not see each other, so a mapped input is a larger batch; mapped parameters take a call each."""
         if in_dims[0] is None or any(in_dims[i] is not None for i in self.tensors[1:] if i < len(given)):
-            return torch.vmap(partial(self.plain, **options), in_dims, randomness=info.randomness)(*given), 0
+            calls = _unmapped(info.batch_size, in_dims, given)
+            return torch.stack([self.op(*args, **options) for args in calls]), 0
         mapped = given[0].movedim(in_dims[0], 0)
-        self.check(self.complete((mapped.new_empty(mapped.shape[1:], device="meta")), *given[1:]), **options)
+        sample = mapped.new_empty(mapped.shape[1:])
+        self.fake(sample, *given[1:], **options)  # the checks, on the sizes that the caller sees
         output = self.op(mapped.flatten(0, 1), *given[1:], **options)
         return output.unflatten(0, mapped.shape[:2]), 0
 
@@ -324,8 +326,8 @@ class Backward:
         return result
 
     def vmap(self, info: Any, in_dims: Any, *args: Any, **options: Any) -> tuple[list[Tensor], list[int]]:
-        result = torch.vmap(partial(self.again, **options), in_dims, randomness=info.randomness)(*args)
-        return result, [0] * len(result)
+        calls = [self.op(*sample, **options) for sample in _unmapped(info.batch_size, in_dims, args)]
+        return [torch.stack(gradients) for gradients in zip(*calls)], [0] * len(calls[0])
 
     def autograd(self, keyset: Any, *args: Any, **options: Any) -> list[Tensor]:
         if _needs_gradient(args) or _has_tangent(args):
@@ -398,6 +400,12 @@ def _has_tangent(args: Sequence[Any]) -> bool:
     return forward_ad._current_level >= 0 and any(
         isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args
     )
+
+
+def _unmapped(batch_size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Iterator[list[Any]]:
+    """The arguments of each of the calls that torch.func.vmap stands for."""
+    for sample in range(batch_size):
+        yield [a.select(dim, sample) if isinstance(dim, int) else a for a, dim in zip(args, in_dims)]
 
 
 def _laid_out_like(argument: Tensor, gradient: Tensor) -> Tensor:

@@ -143,6 +143,13 @@ def _check_kin(name: str, tensor: Tensor, input: Tensor, or_float32: bool) -> No
         raise RuntimeError(f"{name} is on {tensor.device}, but input is on {input.device}; they must be on one device")
 
 
+def _check_pair(name: str, pair: Sequence[int], least: int) -> None:
+    if len(pair) != 2:
+        raise RuntimeError(f"{name} must have two values, but is {list(pair)}")
+    if pair[0] < least or pair[1] < least:
+        raise RuntimeError(f"{name} must be at least {least}, but is {list(pair)}")
+
+
 def check_conv(
     input: Tensor,
     weight: Tensor,
@@ -154,24 +161,25 @@ def check_conv(
 ) -> Shape:
     """The shape of the conv's output."""
     check_image("input", input)
+    n, channels, height, width = input.shape
     _check_kin("weight", weight, input, or_float32=False)
     if weight.dim() != 4:
         raise RuntimeError(
             f"weight must have 4 dimensions [C_out, C_in / groups, KH, KW], but has shape {list(weight.shape)}"
         )
-    n, channels, height, width = input.shape
     out_channels, in_channels, kernel_h, kernel_w = weight.shape
-    if groups < 1:
-        raise RuntimeError(f"groups must be at least 1, but is {groups}")
+    if out_channels < 1 or kernel_h < 1 or kernel_w < 1:
+        raise RuntimeError(
+            f"weight must have an output channel and a kernel of 1 x 1 or more, but has shape {list(weight.shape)}"
+        )
+    if groups < 1 or out_channels % groups:
+        raise RuntimeError(
+            f"groups must be at least 1 and divide the {out_channels} output channels of weight, but is {groups}"
+        )
     if channels != in_channels * groups:
         raise RuntimeError(
-            f"weight of shape {list(weight.shape)} with groups={groups} needs an input of {in_channels * groups} channels,"
-            f" but input has shape {list(input.shape)}"
-        )
-    if out_channels < 1 or out_channels % groups:
-        raise RuntimeError(
-            f"weight must have a multiple of groups={groups} output channels, and at least one, but has shape "
-            f"{list(weight.shape)}"
+            f"weight of shape {list(weight.shape)} with groups={groups} takes {in_channels * groups} input channels, "
+            f"but input has shape {list(input.shape)}"
         )
     if conv_bias is not None:
         _check_kin("conv_bias", conv_bias, input, or_float32=False)
@@ -180,35 +188,17 @@ def check_conv(
     _check_pair("stride", stride, 1)
     _check_pair("padding", padding, 0)
     _check_pair("dilation", dilation, 1)
-    return (
-        n,
-        out_channels,
-        _windows(height, kernel_h, stride[0], padding[0], dilation[0], input, weight),
-        _windows(width, kernel_w, stride[1], padding[1], dilation[1], input, weight),
-    )
 
-
-def _check_pair(name: str, pair: Sequence[int], least: int) -> None:
-    if len(pair) != 2:
-        raise RuntimeError(f"{name} must have two values, but is {list(pair)}")
-    if pair[0] < least or pair[1] < least:
-        raise RuntimeError(f"{name} must be at least {least}, but is {list(pair)}")
-
-
-def _windows(
-    size: int, kernel: int, stride: int, padding: int, dilation: int, input: Tensor, weight: Tensor
-) -> int:
-    """How often the conv's window fits along one dimension."""
-    if kernel < 1:
-        raise RuntimeError(f"weight must have a kernel of at least 1 x 1, but has shape {list(weight.shape)}")
-    spare = size + 2 * padding - dilation * (kernel - 1) - 1
-    if (fits := spare >= 0) is not True:
-        _must(
-            fits,
-            f"weight of shape {list(weight.shape)} with dilation {dilation} is a kernel larger than the padded input: "
-            f"input has shape {list(input.shape)}, padding is {padding}",
-        )
-    return spare // stride + 1
+    spare_h = height + 2 * padding[0] - dilation[0] * (kernel_h - 1) - 1
+    spare_w = width + 2 * padding[1] - dilation[1] * (kernel_w - 1) - 1
+    for fits in (spare_h >= 0, spare_w >= 0):
+        if fits is not True:
+            _must(
+                fits,
+                f"weight of shape {list(weight.shape)} with dilation {list(dilation)} is a kernel larger than the padded "
+                f"input: input has shape {list(input.shape)}, padding is {list(padding)}",
+            )
+    return n, out_channels, spare_h // stride[0] + 1, spare_w // stride[1] + 1
 
 
 # A chain's own arguments, by name: check(name, value, shape of the conv's output, input).
