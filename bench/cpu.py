@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import importlib.util
-import json
+import logging
 import math
-import platform
-import re
 import statistics
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -29,12 +27,11 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
-import fusedconv
-from fusedconv._measure import Call, cpu_name, interleaved, relative_error
+from _report import save
+from fusedconv._measure import Call, interleaved, relative_error
 from fusedconv.workloads import SMALL_WORKLOADS, WORKLOADS, Workload
 
 CPU = torch.device("cpu")
-RESULTS = Path(__file__).parent / "results"
 REQUIRED = {57: (6.0, 1.1), 21: (5.0, 3.0), 85: (7.0, 2.5), 92: (4.5, 3.0)}  # over eager, over torch.compile
 AIM = {57: 1.3, 21: 2.0, 85: 3.0, 92: 4.0}  # over the best of all
 ERROR_BOUND = 1e-6
@@ -60,7 +57,9 @@ def onnxruntime(module: nn.Module, input: Tensor, threads: int) -> Contestant:
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    with tempfile.TemporaryDirectory() as folder:
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         path = str(Path(folder, "model.onnx"))
         torch.onnx.export(module, (input,), path, input_names=["input"], dynamo=True, verbose=False)
         session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -116,7 +115,7 @@ def medians(calls: dict[str, Contestant], rounds: int) -> dict[str, dict[str, An
     """Median, fastest and all times in milliseconds, by contestant."""
     untyped: dict[str, Call] = dict(calls)
     runs = list(interleaved(untyped, rounds, warmup=3, device=CPU))
-    times = {name: [1e3 * run[name] for run in runs] for name in calls}
+    times = {name: [round(1e3 * run[name], 4) for run in runs] for name in calls}
     return {
         name: {"ms": statistics.median(all_ms), "min_ms": min(all_ms), "all_ms": all_ms}
         for name, all_ms in times.items()
@@ -187,7 +186,7 @@ def speed_table(options: argparse.Namespace) -> dict[str, Any]:
         over_eager, over_compile = REQUIRED[workload.id]
         peers = ("eager", "compile", *PEERS)
         summary.add_row(
-            f"{workload.id} {workload.name}",
+            str(workload.id),
             f"{ours['ms']:.2f}",
             holds(best(result, "eager") / ours["ms"], over_eager),
             holds(best(result, "compile") / ours["ms"], over_compile),
@@ -231,34 +230,6 @@ def chosen(options: argparse.Namespace, workloads: Iterable[Workload]) -> list[W
     return [workload for workload in workloads if not options.only or workload.id in options.only]
 
 
-def environment(options: argparse.Namespace) -> dict[str, Any]:
-    versions = {
-        "fusedconv": fusedconv.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    for package in ("onnxruntime", "openvino"):
-        if package in sys.modules:
-            versions[package] = sys.modules[package].__version__
-    return {
-        "cpu": cpu_name(),
-        "threads": options.threads,
-        "batch": options.batch,
-        "rounds": options.rounds,
-        "date": datetime.date.today().isoformat(),
-        "versions": versions,
-    }
-
-
-def save(raw: dict[str, Any], options: argparse.Namespace) -> Path:
-    slug = re.sub(r"[^a-z0-9]+", "-", cpu_name().lower()).strip("-")
-    kind = "cpu-sizes" if options.sizes else "cpu"
-    path: Path = options.output or RESULTS / f"{kind}-{slug}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**environment(options), **raw}, indent=1) + "\n")
-    return path
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -282,7 +253,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with torch.no_grad():
         raw = size_table(options) if options.sizes else speed_table(options)
-    stdout.print(f"raw numbers: {save(raw, options)}")
+    peers = {name: sys.modules[name].__version__ for name in PEERS if name in sys.modules}
+    raw = {"batch": options.batch, "rounds": options.rounds, **peers, **raw}
+    stdout.print(f"raw numbers: {save('cpu-sizes' if options.sizes else 'cpu', raw, options.output)}")
 
 
 if __name__ == "__main__":

@@ -13,18 +13,20 @@ import timeit
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from _report import save
 from fusedconv.workloads import SMALL_WORKLOADS
 
 MODES: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[object]], bool, float]] = {
     # name: context, whether the parameters need gradients, the most that an operator may cost in microseconds
-    "grad mode, parameters need it": (torch.enable_grad, True, 30.0),
-    "grad mode, nothing needs it": (torch.enable_grad, False, 30.0),
+    "grad mode, gradients": (torch.enable_grad, True, 30.0),
+    "grad mode, frozen": (torch.enable_grad, False, 30.0),
     "no_grad": (torch.no_grad, True, 30.0),
     "inference_mode": (torch.inference_mode, True, 15.0),
 }
@@ -61,13 +63,14 @@ def main() -> int:
     )
     parser.add_argument("--loops", type=int, default=7)
     parser.add_argument("--number", type=int, default=1000, help="calls in a loop")
+    parser.add_argument("--output", type=Path, help="file for the raw numbers, in place of bench/results/...")
     options = parser.parse_args()
     torch.set_num_threads(1)
 
     table = Table(title="host cost of one call, us", title_justify="left")
-    for column in ("model", "mode", "operator", "module", "eager", "operator / eager"):
-        table.add_column(column, justify="left" if column in ("model", "mode") else "right")
-    failed = False
+    for column in ("model", "mode", "operator", "limit", "module", "eager", "share"):
+        table.add_column(column, justify="left" if column in ("model", "mode") else "right", no_wrap=True)
+    failed, raw = False, []
     for workload in SMALL_WORKLOADS:
         workload = replace(workload, size=6)
         module = workload.build()
@@ -85,13 +88,13 @@ def main() -> int:
             held = cost["operator"] < limit and share < LARGEST_SHARE
             failed |= not held
             colour = "green" if held else "red"
-            cells = (
-                f"{cost['operator']:.1f} (limit {limit:.0f})",
-                f"{cost['module']:.1f}",
-                f"{cost['eager']:.1f}",
-            )
+            numbers = (cost["operator"], limit, cost["module"], cost["eager"])
+            cells = (f"{number:.1f}" for number in numbers)
+            raw.append({"id": workload.id, "mode": mode, "us": cost})
             table.add_row(f"{workload.id}", mode, *cells, f"[{colour}]{share:.0%}[/]")
     Console().print(table)
+    print("limit: of the operator's time; share: operator over eager, at most 50%")
+    print(f"raw numbers: {save('host-overhead', {'costs': raw}, options.output)}")
     return int(failed)
 
 

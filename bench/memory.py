@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from _report import save
 from fusedconv._measure import peak_memory
 from fusedconv.workloads import WORKLOADS
 
@@ -46,6 +48,7 @@ def main() -> int:
     )
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="file for the raw numbers, in place of bench/results/...")
     parser.add_argument("--child", nargs=2, metavar=("ID", "KIND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -57,7 +60,7 @@ def main() -> int:
     table = Table(title=title, title_justify="left")
     for column in ("model", "output, MB", "fused, MB", "eager, MB", "share"):
         table.add_column(column, justify="left" if column == "model" else "right")
-    failed = False
+    failed, raw = False, {}
     for workload in WORKLOADS:
         fused, eager = (in_new_process(workload.id, kind, options) for kind in ("fused", "eager"))
         with torch.device("meta"):
@@ -71,8 +74,12 @@ def main() -> int:
                 f"[{'green' if held else 'red'}]{share} ({'under' if held else 'not under'} {limit:.0%})[/]"
             )
         sizes = (meta.numel() * meta.element_size(), fused, eager)
-        table.add_row(f"{workload.id} {workload.name}", *(f"{size / 1e6:.1f}" for size in sizes), share)
+        raw[workload.id] = {"model": workload.name, "output": sizes[0], "fused": fused, "eager": eager}
+        table.add_row(str(workload.id), *(f"{size / 1e6:.1f}" for size in sizes), share)
     Console().print(table)
+    print(
+        f"raw numbers, in bytes: {save('memory', {'batch': options.batch, 'workloads': raw}, options.output)}"
+    )
     return int(failed)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -27,10 +28,11 @@ WARMUP = 2
 SECONDS_A_MODEL = 8.0  # a slow machine makes fewer rounds
 STEPS_A_MODEL = 3 + ROUNDS  # check, two memories, rounds
 
-HOW = """\
-error: ||y - reference|| / ||reference||, the reference is plain PyTorch in float64. eager: the plain PyTorch model in
-float32 on the same contiguous input. times: medians of up to {rounds} rounds in which both take turns, caches flushed
-before each run. memory: {memory} at its peak during one warm call, the output included."""
+HOW = (
+    "error: ||y - reference|| / ||reference||, the reference is plain PyTorch in float64. eager: the plain PyTorch model "
+    "in float32 on the same contiguous input. times: medians of up to {rounds} rounds in which both take turns, caches "
+    "flushed before each run. memory: {memory} at its peak during one warm call, the output included."
+)
 MEMORY = {
     "cpu": "growth of the process's resident set (Linux only)",
     "cuda": "bytes taken from PyTorch's CUDA allocator",
@@ -122,16 +124,14 @@ def _dimensions(shape: tuple[int, ...]) -> str:
 
 
 def table(results: list[Result], title: str) -> Table:
-    grid = Table(title=title, title_justify="left")
-    for column in ("model", "input", "output"):
-        grid.add_column(column, no_wrap=column != "model", overflow="fold")
-    for column in ("error", "time, ms", "eager, ms", "speed-up", "memory, MB", "eager, MB"):
-        grid.add_column(column, justify="right", min_width=len(column.split(",")[0]))
+    """At most 80 columns wide."""
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    grid.add_column("model\ninput -> output", no_wrap=True)
+    for column in ("error\n", "time\nms", "eager\nms", "speed\nup", "memory\nMB", "eager\nMB"):
+        grid.add_column(column, justify="right", no_wrap=True)
     for r in results:
         grid.add_row(
-            f"{r.id} {r.model}",
-            _dimensions(r.input),
-            _dimensions(r.output),
+            f"{r.model}\n{_dimensions(r.input)} -> {_dimensions(r.output)}",
             f"[{'green' if r.error <= ERROR_BOUND else 'red'}]{r.error:.1e}[/]",
             f"{r.time * 1e3:.2f}",
             f"{r.eager_time * 1e3:.2f}",

@@ -52,6 +52,13 @@ def _cuda_seconds(call: Call, device: torch.device) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+def _flush(buffer: Tensor, index: int) -> None:
+    if buffer.device.type == "cpu":  # by one thread: a pool's idle threads would spin on into the next call
+        ctypes.memset(buffer.data_ptr(), index % 256, buffer.numel())
+    else:
+        buffer.fill_(index % 256)
+
+
 def interleaved(
     calls: Mapping[str, Call], rounds: int, warmup: int, device: torch.device
 ) -> Iterator[dict[str, float]]:
@@ -61,13 +68,13 @@ def interleaved(
     of them. A large buffer is written before each call, so that none finds its data in a cache.
     """
     seconds = _cuda_seconds if device.type == "cuda" else _cpu_seconds
-    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     names = list(calls)
     for index in range(warmup + rounds):
         first = index % len(names)
         times = {}
         for name in names[first:] + names[:first]:
-            flush.fill_(index)
+            _flush(buffer, index)
             times[name] = seconds(calls[name], device)
         if index >= warmup:
             yield times
