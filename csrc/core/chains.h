@@ -17,7 +17,7 @@ using GroupNormScaleMaxPoolClamp =
     Chain<Sequence<>, GroupNorm, Sequence<MultiplyScale>, MaxPool, Sequence<Clamp>>;
 
 using GroupNormTanhHardswishLogSumExp =
-    Chain<Sequence<>, GroupNorm, Sequence<Tanh, Hardswish, AddConv>, ChannelLogSumExp, Sequence<>>;
+    Chain<Sequence<>, GroupNorm, Sequence<Tanh, HardswishInside, AddConv>, ChannelLogSumExp, Sequence<>>;
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

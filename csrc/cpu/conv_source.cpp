@@ -14,21 +14,27 @@ void multiply_block(const T* input, const int64_t* offset, int64_t taps, const T
                     int64_t out_stride, int64_t channels) {
   constexpr int kWidth = kLanes<T>;
   Vector<T> sum[kBlockChannels][kVectors];
+#pragma GCC unroll 4
   for (int c = 0; c < kBlockChannels; ++c) {
-    for (int j = 0; j < kVectors; ++j) sum[c][j] = Vector<T>{} + bias[c];
+#pragma GCC unroll 6
+    for (int j = 0; j < kVectors; ++j) sum[c][j] = broadcast(bias[c]);
   }
   for (int64_t tap = 0; tap < taps; ++tap) {
     const T* pixels = input + offset[tap];
     Vector<T> x[kVectors];
+#pragma GCC unroll 6
     for (int j = 0; j < kVectors; ++j) x[j] = load(pixels + j * kWidth);
+#pragma GCC unroll 4
     for (int c = 0; c < kBlockChannels; ++c) {
-      const Vector<T> w = Vector<T>{} + weight[tap * kBlockChannels + c];
+      const Vector<T> w = broadcast(weight[tap * kBlockChannels + c]);
+#pragma GCC unroll 6
       for (int j = 0; j < kVectors; ++j) sum[c][j] += w * x[j];
     }
   }
 #pragma GCC unroll 4
   for (int c = 0; c < kBlockChannels; ++c) {
-    if (c >= channels) break;
+    if (c >= channels) return;
+#pragma GCC unroll 6
     for (int j = 0; j < kVectors; ++j) store(out + c * out_stride + j * kWidth, sum[c][j]);
   }
 }
@@ -67,7 +73,8 @@ ConvSource<T>::ConvSource(const Tensor& input, const Conv& conv, const Axis& ver
       taps_(in_channels_ * vertical.kernel * horizontal.kernel),
       weight_(round_up(this->channels, kBlockChannels) * taps_),
       bias_(round_up(this->channels, kBlockChannels)),
-      offset_(taps_) {
+      packed_offset_(taps_),
+      input_offset_(taps_) {
   pack_weight();
 }
 
@@ -92,28 +99,44 @@ void ConvSource<T>::pack_weight() {
 }
 
 template <class T>
-int64_t ConvSource<T>::prepare(int64_t tile_rows) {
-  packed_rows_ = tile_rows + vertical_.reach();
-  const int64_t plane = packed_rows_ * this->pitch;
+void ConvSource<T>::set_offsets(const Buffer<int64_t>& offset, int64_t channel_stride) const {
+  const int64_t phase_stride = packed_rows_ * this->pitch;
   int64_t tap = 0;
   for (int64_t i = 0; i < in_channels_; ++i) {
     for (int64_t kh = 0; kh < vertical_.kernel; ++kh) {
       for (int64_t kw = 0; kw < horizontal_.kernel; ++kw, ++tap) {
         const int64_t phase = vertical_.phase(kh) * horizontal_.phases() + horizontal_.phase(kw);
-        offset_[tap] = (i * vertical_.phases() * horizontal_.phases() + phase) * plane +
-                       vertical_.shift(kh) * this->pitch + horizontal_.shift(kw);
+        offset[tap] = i * channel_stride + phase * phase_stride + vertical_.shift(kh) * this->pitch +
+                      horizontal_.shift(kw);
       }
     }
   }
-  // The last vectors of the last plane read past its end: by the taps' reach, and to a whole vector.
-  return in_channels_ * vertical_.phases() * horizontal_.phases() * plane + horizontal_.reach() + kLanes<T>;
 }
 
 template <class T>
-void ConvSource<T>::pack_input(int64_t sample, int64_t row, int64_t rows, T* packed) const {
+int64_t ConvSource<T>::prepare(int64_t tile_rows) {
+  packed_rows_ = tile_rows + vertical_.reach();
+  const int64_t packed_channel = vertical_.phases() * horizontal_.phases() * packed_rows_ * this->pitch;
+  set_offsets(packed_offset_, packed_channel);
+  set_offsets(input_offset_, input_.stride[1]);
+  // The last vectors of the last plane read past its end: by the taps' reach, and to a whole vector.
+  return in_channels_ * packed_channel + horizontal_.reach() + kLanes<T>;
+}
+
+template <class T>
+bool ConvSource<T>::reads_in_place(const Place& place) const {
+  const bool has_packed_layout = vertical_.stride == 1 && horizontal_.stride == 1 && vertical_.padding == 0 &&
+                                 horizontal_.padding == 0 && input_.stride[3] == 1 && input_.stride[2] == this->pitch;
+  // What a tile reads past its end must be there: the bottom tile of a sample is packed.
+  const int64_t end = (place.row + place.rows + vertical_.reach()) * this->pitch + horizontal_.reach() + kLanes<T>;
+  return has_packed_layout && end <= vertical_.size * this->pitch;
+}
+
+template <class T>
+void ConvSource<T>::pack_input(const Place& place, T* packed) const {
   const Axis v = vertical_;
   const Axis h = horizontal_;
-  const T* from = static_cast<const T*>(input_.data) + sample * input_.stride[0];
+  const T* from = static_cast<const T*>(input_.data) + place.sample * input_.stride[0];
   for (int64_t i = 0; i < in_channels_; ++i) {
     for (int64_t v_phase = 0; v_phase < v.phases(); ++v_phase) {
       for (int64_t h_phase = 0; h_phase < h.phases(); ++h_phase) {
@@ -122,8 +145,8 @@ void ConvSource<T>::pack_input(int64_t sample, int64_t row, int64_t rows, T* pac
         const int64_t begin = smaller(this->pitch, first < 0 ? ceil_div(-first, h.stride) : 0);
         const int64_t end = larger(begin, smaller(this->pitch, ceil_div(larger(h.size - first, 0), h.stride)));
         for (int64_t r = 0; r < packed_rows_; ++r, packed += this->pitch) {
-          const int64_t in_row = (row + r) * v.stride + v_phase - v.padding;
-          const bool exists = r < rows + v.reach() && in_row >= 0 && in_row < v.size;
+          const int64_t in_row = (place.row + r) * v.stride + v_phase - v.padding;
+          const bool exists = r < place.rows + v.reach() && in_row >= 0 && in_row < v.size;
           const int64_t stop = exists ? end : begin;
           const int64_t step = h.stride * input_.stride[3];
           const T* pixels = from + i * input_.stride[1] + in_row * input_.stride[2] + first * input_.stride[3];
@@ -142,7 +165,12 @@ void ConvSource<T>::pack_input(int64_t sample, int64_t row, int64_t rows, T* pac
 
 template <class T>
 void ConvSource<T>::load(const Place& place, const Tile<T>& tile, T* packed) const {
-  pack_input(place.sample, place.row, place.rows, packed);
+  const bool in_place = reads_in_place(place);
+  if (!in_place) pack_input(place, packed);
+  const T* pixels = in_place ? static_cast<const T*>(input_.data) + place.sample * input_.stride[0] +
+                                   place.row * input_.stride[2]
+                             : packed;
+  const int64_t* offset = in_place ? input_offset_.data() : packed_offset_.data();
   const int64_t vectors = ceil_div(place.rows * this->pitch, kLanes<T>);
   // All channels of a run of pixels before the next run: its input stays in L1.
   for (int64_t j = 0; j < vectors; j += kBlockVectors) {
@@ -150,7 +178,7 @@ void ConvSource<T>::load(const Place& place, const Tile<T>& tile, T* packed) con
     const MultiplyBlock<T> multiply = multiply_block_of<T>(smaller(kBlockVectors, vectors - j));
     for (int64_t c = 0; c < place.channels; c += kBlockChannels) {
       const int64_t channel = place.channel + c;
-      multiply(packed + pixel, offset_.data(), taps_, weight_.data() + channel * taps_, bias_.data() + channel,
+      multiply(pixels + pixel, offset, taps_, weight_.data() + channel * taps_, bias_.data() + channel,
                tile.data + c * tile.plane + pixel, tile.plane, place.channels - c);
     }
   }

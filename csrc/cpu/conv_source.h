@@ -3,7 +3,8 @@
 // The input rows under a tile are packed, with their padding, into planes of one pitch. In such a plane the pixels
 // that a filter tap meets are the output's pixels, all shifted by one constant; so a tap is an offset, the output is
 // computed as one run of pixels over all rows, and the few columns that wrap around are never looked at. A stride s
-// splits a plane into s x s planes of every s-th row and column, in which the same holds.
+// splits a plane into s x s planes of every s-th row and column, in which the same holds. An unpadded input of stride 1
+// has that layout already and is read in place.
 #pragma once
 
 #include "buffer.h"
@@ -37,7 +38,9 @@ class ConvSource final : public Source<T> {
   ConvSource(const Tensor& input, const Conv& conv, const Axis& vertical, const Axis& horizontal);
   static Axis axis(const Tensor& input, const Conv& conv, int dim);
   void pack_weight();
-  void pack_input(int64_t sample, int64_t row, int64_t rows, T* packed) const;
+  void set_offsets(const Buffer<int64_t>& offset, int64_t channel_stride) const;
+  bool reads_in_place(const Place& place) const;
+  void pack_input(const Place& place, T* packed) const;
 
   const Tensor& input_;
   const Conv& conv_;
@@ -47,7 +50,8 @@ class ConvSource final : public Source<T> {
   const int64_t taps_;      // in_channels * kernel height * kernel width
   Buffer<T> weight_;        // [channel block][tap][channel of the block], filled up with zeros
   Buffer<T> bias_;          // [channel block][channel of the block]
-  Buffer<int64_t> offset_;  // of each tap's first pixel in the packed input
+  Buffer<int64_t> packed_offset_;  // of each tap's first pixel, in the packed input
+  Buffer<int64_t> input_offset_;   // the same in the input itself, where it is read in place
   int64_t packed_rows_ = 0;
 };
 

@@ -3,6 +3,8 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#include "memory.h"
+
 namespace fusedconv {
 
 using Kernel = void (*)(const Problem& problem, int threads);
@@ -74,6 +76,12 @@ std::vector<std::string> cpu_isas() {
 void run_on_cpu(const std::string& chain, const Problem& problem, int threads) {
   const Kernel kernel = level_in_use().find_kernel(chain.c_str());
   if (kernel == nullptr) throw std::invalid_argument("fusedconv: no CPU kernel for chain '" + chain + "'");
+  const Tensor& output = problem.output;
+  const bool is_dense = output.stride[0] == output.size[1] * output.size[2] * output.size[3];
+  if (is_dense) {
+    const int64_t elements = output.size[0] * output.stride[0];
+    advise_huge_pages(output.data, size_t(elements) * (output.dtype == DType::kFloat64 ? 8 : output.dtype == DType::kFloat32 ? 4 : 2));
+  }
   kernel(problem, threads);
 }
 

@@ -28,6 +28,16 @@ Place reduce_tile(Store, const Place& place, const Tile<T>& tile, const Channel<
   return place;
 }
 
+// row[i] becomes the maximum of row[i] to row[i + width - 1], by doubling: a maximum of 2n is one of two of n.
+template <class T>
+void sliding_maximum(T* row, int64_t count, int64_t width) {
+  for (int64_t covered = 1; covered < width;) {
+    const int64_t shift = smaller(covered, width - covered);
+    for (int64_t i = 0; i < count; i += kLanes<T>) store(row + i, maximum(load(row + i), load(row + i + shift)));
+    covered += shift;
+  }
+}
+
 template <class Chain, class T>
 Place reduce_tile(MaxPool, const Place& place, const Tile<T>& tile, const Channel<T>* channels,
                   const Arguments& arguments, int64_t cols) {
@@ -48,12 +58,9 @@ Place reduce_tile(MaxPool, const Place& place, const Tile<T>& tile, const Channe
         }
         store(window + w, most);
       }
+      sliding_maximum(window, cols, window_cols);
       T* pooled = plane + r * tile.pitch;
-      for (int64_t w = 0; w < pooled_cols; ++w) {
-        T most = window[w * window_cols];
-        for (int64_t k = 1; k < window_cols; ++k) most = maximum(most, window[w * window_cols + k]);
-        pooled[w] = most;
-      }
+      for (int64_t w = 0; w < pooled_cols; ++w) pooled[w] = window[w * window_cols];
       transform(pooled, pooled_cols, [&](Vector<T> x) { return Chain::Final::value(x, x, channel); });
     }
   }
@@ -82,23 +89,47 @@ Place reduce_tile(ChannelLogSumExp, const Place& place, const Tile<T>& tile, con
   return {place.sample, 0, 1, place.row, place.rows};
 }
 
+// Rows of one channel that follow each other in memory: moved together in place, then streamed as one run, so that
+// only its two ends touch a cache line in part.
 template <class T>
-void store_tile(const Place& place, const Tile<T>& tile, const Tensor& output) {
+void stream_rows(T* plane, int64_t pitch, T* to, int64_t rows, int64_t cols) {
+  for (int64_t r = 1; r < rows; ++r) std::memmove(plane + r * cols, plane + r * pitch, size_t(cols) * sizeof(T));
+  const int64_t count = rows * cols;
+  const uintptr_t past_line = reinterpret_cast<uintptr_t>(to) % kVectorBytes;
+  int64_t i = 0;
+  for (const int64_t head = (kVectorBytes - int64_t(past_line)) % kVectorBytes / int64_t(sizeof(T));
+       i < smaller(head, count); ++i) {
+    to[i] = plane[i];
+  }
+  for (; i + kLanes<T> <= count; i += kLanes<T>) stream(to + i, load(plane + i));
+  for (; i < count; ++i) to[i] = plane[i];
+}
+
+// An output far larger than the caches is streamed past them.
+template <class T>
+void store_tile(const Place& place, const Tile<T>& tile, const Tensor& output, bool streams) {
   visit_dtype<T>(output.dtype, [&](auto* element) {
     using Element = Pointee<decltype(element)>;
     Element* corner = static_cast<Element*>(output.data) + place.sample * output.stride[0] +
                       place.channel * output.stride[1] + place.row * output.stride[2];
     const int64_t cols = output.size[3];
-    if (output.stride[3] == 1) {  // rows of one channel follow each other in memory
-      for (int64_t c = 0; c < place.channels; ++c) {
-        store_block(tile.data + c * tile.plane, tile.pitch, corner + c * output.stride[1], output.stride[2], 1,
-                    place.rows, cols);
+    if (output.stride[3] != 1) {
+      for (int64_t r = 0; r < place.rows; ++r) {
+        store_block(tile.data + r * tile.pitch, tile.plane, corner + r * output.stride[2], output.stride[1],
+                    output.stride[3], place.channels, cols);
       }
       return;
     }
-    for (int64_t r = 0; r < place.rows; ++r) {
-      store_block(tile.data + r * tile.pitch, tile.plane, corner + r * output.stride[2], output.stride[1],
-                  output.stride[3], place.channels, cols);
+    for (int64_t c = 0; c < place.channels; ++c) {
+      T* plane = tile.data + c * tile.plane;
+      Element* to = corner + c * output.stride[1];
+      if constexpr (IsSame<Element, T>::value) {
+        if (streams && output.stride[2] == cols) {
+          stream_rows(plane, tile.pitch, to, place.rows, cols);
+          continue;
+        }
+      }
+      store_block(plane, tile.pitch, to, output.stride[2], 1, place.rows, cols);
     }
   });
 }

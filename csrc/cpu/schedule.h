@@ -16,10 +16,11 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 constexpr int64_t kTileBytes = 128 * 1024;       // a tile and its input stay in L2
-constexpr int64_t kTilePixels = 4096;            // short enough for sums in the compute type
+constexpr int64_t kTilePixels = 2048;            // short enough for sums in the compute type
 constexpr int64_t kUnitChannels = 64;            // packing the input is shared by so many channels
 constexpr int64_t kUnitBytes = 512 * 1024;       // what is kept of a unit stays in L2, where groups are that small
 constexpr int64_t kKeepBytes = 16 * 1024 * 1024; // a unit larger than this is computed twice rather than kept
+constexpr int64_t kStreamBytes = 8 * 1024 * 1024;  // an output that no cache would hold until it is read
 constexpr int64_t kChannelMultiple = 4;          // a source computes so many channels at a time
 constexpr int64_t kElementsPerThread = 8192;     // fewer are not worth waking a thread
 
@@ -28,6 +29,10 @@ void parallel_for(int64_t count, int threads, const Body& body) {
   fusedconv::parallel_for(
       count, threads, [](void* context, int64_t i, int worker) { (*static_cast<const Body*>(context))(i, worker); },
       const_cast<Body*>(&body));
+}
+
+FUSEDCONV_INLINE int64_t element_count(const Tensor& tensor) {
+  return tensor.size[0] * tensor.size[1] * tensor.size[2] * tensor.size[3];
 }
 
 struct Plan {
@@ -86,6 +91,7 @@ class Schedule {
         source_elements_(round_up(source.prepare(plan_.tile_rows), kLanes<T>)),
         keeps_(Chain::kNeedsStatistics && !source.is_cheap() &&
                plan_.tiles_per_unit * tile_elements_ * int64_t(sizeof(T)) <= kKeepBytes),
+        streams_(element_count(problem.output) * int64_t(sizeof(T)) >= kStreamBytes),
         channels_(source.channels) {
     for (int64_t c = 0; c < source.channels; ++c) channels_[c] = make_channel<T>(problem.arguments, c);
   }
@@ -179,9 +185,17 @@ class Schedule {
   void finish(const Unit& unit, int64_t index, const Tile<T>& tile, T* scratch) const {
     const Place where = place(unit, index);
     if (!keeps_) fill(where, tile, scratch);
-    const Place to = reduce_tile<Chain>(typename Chain::Reduce{}, where, tile, unit.parameters, problem_.arguments,
-                                        source_.cols);
-    store_tile(to, tile, problem_.output);
+    // Where rows go out channel by channel, one channel at a time, while it is in L1.
+    const bool by_channel = problem_.output.stride[3] == 1 && !Chain::Reduce::kReducesChannels;
+    const int64_t step = by_channel ? 1 : where.channels;
+    for (int64_t c = 0; c < where.channels; c += step) {
+      const Place part{where.sample, where.channel + c, step, where.row, where.rows};
+      const Tile<T> part_tile{tile.data + c * plane_, plane_, tile.pitch};
+      const Place to = reduce_tile<Chain>(typename Chain::Reduce{}, part, part_tile, unit.parameters + c,
+                                          problem_.arguments, source_.cols);
+      store_tile(to, part_tile, problem_.output, streams_);
+    }
+    if (streams_) stream_fence();
   }
 
   void run_in_one_pass(int64_t units) const {
@@ -241,6 +255,7 @@ class Schedule {
   const int64_t tile_elements_;
   const int64_t source_elements_;
   const bool keeps_;
+  const bool streams_;
   const Buffer<Channel<T>> channels_;
 };
 

@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #include "../core/target.h"
 
 namespace fusedconv {
@@ -56,6 +60,41 @@ FUSEDCONV_INLINE void store(T* to, Vector<T> x) {
   std::memcpy(to, &x, sizeof(x));
 }
 
+// Written out: compilers see one broadcast in this form only.
+template <class T>
+FUSEDCONV_INLINE Vector<T> broadcast(T x) {
+  if constexpr (kLanes<T> == 16) {
+    return Vector<T>{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+  } else if constexpr (kLanes<T> == 8) {
+    return Vector<T>{x, x, x, x, x, x, x, x};
+  } else if constexpr (kLanes<T> == 4) {
+    return Vector<T>{x, x, x, x};
+  } else {
+    return Vector<T>{x, x};
+  }
+}
+
+// A store that leaves the caches alone, to a place aligned to the vector. Ends with stream_fence.
+template <class T>
+FUSEDCONV_INLINE void stream(T* to, Vector<T> x) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)x);
+#elif defined(__AVX2__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)x);
+#elif defined(__SSE2__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)x);
+#else
+  store(to, x);
+#endif
+}
+
+// Orders streamed stores before what other threads are told next.
+FUSEDCONV_INLINE void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 template <class Mask, class X>
 FUSEDCONV_INLINE X select(Mask mask, X yes, X no) {
   return mask ? yes : no;
@@ -106,6 +145,8 @@ struct ElementOf<Vector<float>> : Format<float> {};
 template <>
 struct ElementOf<Vector<double>> : Format<double> {};
 
+constexpr double factorial(int n) { return n <= 1 ? 1.0 : n * factorial(n - 1); }
+
 // exp(x) = scale * (fraction + 1), scale a power of two. Outside the format's range x is moved to its border.
 template <class X>
 struct Exponential {
@@ -124,9 +165,9 @@ FUSEDCONV_INLINE Exponential<X> split_exponential(X x) {
   const X n = shifted - F::kRound;
   const X r = (x - n * F::kLog2High) - n * F::kLog2Low;
   // Taylor's series of exp(r) - 1, divided by r, in Horner's form.
-  X series = X{} + T(1);
+  X series = X{} + T(1.0 / factorial(F::kExpTerms));
 #pragma GCC unroll 16
-  for (int k = F::kExpTerms; k >= 2; --k) series = series * (r * (T(1) / T(k))) + T(1);
+  for (int k = F::kExpTerms - 1; k >= 1; --k) series = series * r + T(1.0 / factorial(k));
   const Bits exponent = (Bits)shifted + Bits{} + F::kExponentBias;
   return {series * r, (X)(exponent << F::kMantissaBits)};
 }
