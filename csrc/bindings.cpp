@@ -1,4 +1,5 @@
-// The module fusedconv._C: what Python passes becomes the structs of core/problem.h. See python/fusedconv/_C.pyi.
+// The module fusedconv._C: what Python passes becomes the structs of core/problem.h. See
+// python/fusedconv/_C.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -35,9 +36,11 @@ Tensor to_tensor(const PyTensor& from) {
 }
 
 Arguments to_arguments(const PyArguments& from) {
-  const auto& [bias, scale, norm_weight, norm_bias, num_groups, eps, pool_h, pool_w, clamp_min, clamp_max] = from;
-  return {pointer(bias),    pointer(scale), pointer(norm_weight), pointer(norm_bias), num_groups, eps,
-          {pool_h, pool_w}, clamp_min,      clamp_max};
+  const auto& [bias, scale, norm_weight, norm_bias, num_groups, eps, pool_h, pool_w, clamp_min, clamp_max] =
+      from;
+  return {pointer(bias),      pointer(scale), pointer(norm_weight),
+          pointer(norm_bias), num_groups,     eps,
+          {pool_h, pool_w},   clamp_min,      clamp_max};
 }
 
 void cpu_conv2d(const std::string& chain, const PyTensor& input, const PyTensor& weight, uintptr_t conv_bias,
@@ -52,14 +55,14 @@ void cpu_conv2d(const std::string& chain, const PyTensor& input, const PyTensor&
   run_on_cpu(chain, {to_tensor(input), &conv, to_arguments(arguments), to_tensor(output)}, threads);
 }
 
-void cpu_chain(const std::string& chain, const PyTensor& input, const PyArguments& arguments, const PyTensor& output,
-               int threads) {
+void cpu_chain(const std::string& chain, const PyTensor& input, const PyArguments& arguments,
+               const PyTensor& output, int threads) {
   const py::gil_scoped_release release;
   run_on_cpu(chain, {to_tensor(input), nullptr, to_arguments(arguments), to_tensor(output)}, threads);
 }
 
-void cuda_chain(const std::string& chain, const PyTensor& input, const PyArguments& arguments, const PyTensor& output,
-                int device, uintptr_t stream) {
+void cuda_chain(const std::string& chain, const PyTensor& input, const PyArguments& arguments,
+                const PyTensor& output, int device, uintptr_t stream) {
   const py::gil_scoped_release release;
   run_on_cuda(chain, {to_tensor(input), nullptr, to_arguments(arguments), to_tensor(output)}, device,
               pointer(stream));

@@ -38,7 +38,7 @@ struct Chain {
 
   static constexpr bool kNeedsStatistics = Norm::kNeedsStatistics;
   // Between the statistics and the rest, Pre(v) is kept; but v itself where Post wants it back.
-  static constexpr bool kKeepsConv = Post::kUsesConv;
+  static constexpr bool kKeepsConv = Post::kReadsConv;
 
   // Everything up to the reduction, from what was kept.
   template <class X, class T>
@@ -64,7 +64,8 @@ FUSEDCONV_INLINE void set_norm(Channel<T>& channel, const Arguments& arguments, 
                                double inverse_deviation) {
   const double weight =
       arguments.norm_weight != nullptr ? double(static_cast<const T*>(arguments.norm_weight)[c]) : 1.0;
-  const double bias = arguments.norm_bias != nullptr ? double(static_cast<const T*>(arguments.norm_bias)[c]) : 0.0;
+  const double bias =
+      arguments.norm_bias != nullptr ? double(static_cast<const T*>(arguments.norm_bias)[c]) : 0.0;
   channel.mean = static_cast<T>(mean);
   channel.norm_scale = static_cast<T>(weight * inverse_deviation);
   channel.norm_shift = static_cast<T>(bias - (mean - double(channel.mean)) * weight * inverse_deviation);

@@ -8,7 +8,8 @@ inline namespace FUSEDCONV_TARGET {
 
 using ReluHardswish = Chain<Sequence<Relu, Hardswish>, NoNorm, Sequence<>, Store, Sequence<>>;
 
-using BiasScaleSigmoid = Chain<Sequence<AddBias, MultiplyScale, Sigmoid>, NoNorm, Sequence<>, Store, Sequence<>>;
+using BiasScaleSigmoid =
+    Chain<Sequence<AddBias, MultiplyScale, Sigmoid>, NoNorm, Sequence<>, Store, Sequence<>>;
 
 using BiasScaleSigmoidGroupNorm =
     Chain<Sequence<AddBias, MultiplyScale, Sigmoid>, GroupNorm, Sequence<>, Store, Sequence<>>;

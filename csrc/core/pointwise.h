@@ -20,21 +20,31 @@ struct Channel {
   T clamp_max;
 };
 
-struct AddBias {
+// What a stage reads besides x; schedules follow from it.
+struct Stage {
+  static constexpr bool kReadsChannel = false;
+  static constexpr bool kReadsConv = false;
+};
+
+struct ChannelStage : Stage {
+  static constexpr bool kReadsChannel = true;
+};
+
+struct AddBias : ChannelStage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
     return x + channel.bias;
   }
 };
 
-struct MultiplyScale {
+struct MultiplyScale : ChannelStage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
     return x * channel.scale;
   }
 };
 
-struct Relu {
+struct Relu : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return select(x < T(0), X{}, x);  // keeps NaN
@@ -42,7 +52,7 @@ struct Relu {
 };
 
 // x * relu6(x + 3) / 6
-struct Hardswish {
+struct Hardswish : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     X gate = x + T(3);
@@ -53,21 +63,21 @@ struct Hardswish {
 };
 
 // Hardswish where |x| <= 3 is known, as after tanh: neither bound of relu6 is ever met.
-struct HardswishInside {
+struct HardswishInside : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return x * (x + T(3)) * T(1.0 / 6.0);
   }
 };
 
-struct Sigmoid {
+struct Sigmoid : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return sigmoid(x);
   }
 };
 
-struct Tanh {
+struct Tanh : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return tanh(x);
@@ -75,7 +85,9 @@ struct Tanh {
 };
 
 // The residual: adds the conv's output.
-struct AddConv {
+struct AddConv : Stage {
+  static constexpr bool kReadsConv = true;
+
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X v, const Channel<T>&) {
     return x + v;
@@ -83,7 +95,7 @@ struct AddConv {
 };
 
 // torch.clamp: the upper bound wins where the bounds cross, NaN stays, and a NaN bound makes everything NaN.
-struct Clamp {
+struct Clamp : ChannelStage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
     const X low = X{} + channel.clamp_min;
@@ -99,27 +111,17 @@ template <class... Stages>
 struct Sequence;
 
 template <>
-struct Sequence<> {
-  static constexpr bool kUsesConv = false;
-
+struct Sequence<> : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return x;
   }
 };
 
-template <class A, class B>
-struct IsSame {
-  static constexpr bool value = false;
-};
-template <class A>
-struct IsSame<A, A> {
-  static constexpr bool value = true;
-};
-
 template <class First, class... Rest>
 struct Sequence<First, Rest...> {
-  static constexpr bool kUsesConv = IsSame<First, AddConv>::value || Sequence<Rest...>::kUsesConv;
+  static constexpr bool kReadsChannel = First::kReadsChannel || Sequence<Rest...>::kReadsChannel;
+  static constexpr bool kReadsConv = First::kReadsConv || Sequence<Rest...>::kReadsConv;
 
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X v, const Channel<T>& channel) {

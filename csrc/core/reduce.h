@@ -12,7 +12,8 @@ struct Store {
   static constexpr bool kReducesChannels = false;
 };
 
-// MaxPool2d with stride equal to the window and no padding; the rows and columns that fill no window are dropped.
+// MaxPool2d with stride equal to the window and no padding; the rows and columns that fill no window are
+// dropped.
 struct MaxPool {
   static constexpr bool kPools = true;
   static constexpr bool kReducesChannels = false;

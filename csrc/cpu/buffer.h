@@ -1,4 +1,5 @@
-// Scratch memory. Not std::vector: its code, compiled for one instruction set, could serve them all (target.h).
+// Scratch memory. Not std::vector: its code, compiled for one instruction set, could serve them all
+// (target.h).
 #pragma once
 
 #include <cstdint>

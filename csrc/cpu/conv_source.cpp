@@ -8,10 +8,11 @@ namespace {
 constexpr int kBlockChannels = 4;
 constexpr int kBlockVectors = kVectorRegisters == 32 ? 6 : 3;
 
-// out[c][pixel] = bias[c] + sum over taps of weight[tap][c] * input[offset[tap] + pixel], for the block's channels.
+// out[c][pixel] = bias[c] + sum over taps of weight[tap][c] * input[offset[tap] + pixel], for the block's
+// channels.
 template <int kVectors, class T>
-void multiply_block(const T* input, const int64_t* offset, int64_t taps, const T* weight, const T* bias, T* out,
-                    int64_t out_stride, int64_t channels) {
+void multiply_block(const T* input, const int64_t* offset, int64_t taps, const T* weight, const T* bias,
+                    T* out, int64_t out_stride, int64_t channels) {
   constexpr int kWidth = kLanes<T>;
   Vector<T> sum[kBlockChannels][kVectors];
 #pragma GCC unroll 4
@@ -54,7 +55,8 @@ FUSEDCONV_INLINE MultiplyBlock<T> multiply_block_of(int64_t vectors) {
 
 template <class T>
 typename ConvSource<T>::Axis ConvSource<T>::axis(const Tensor& input, const Conv& conv, int dim) {
-  return {conv.weight.size[2 + dim], conv.stride[dim], conv.dilation[dim], conv.padding[dim], input.size[2 + dim]};
+  return {conv.weight.size[2 + dim], conv.stride[dim], conv.dilation[dim], conv.padding[dim],
+          input.size[2 + dim]};
 }
 
 template <class T>
@@ -126,9 +128,11 @@ int64_t ConvSource<T>::prepare(int64_t tile_rows) {
 template <class T>
 bool ConvSource<T>::reads_in_place(const Place& place) const {
   const bool has_packed_layout = vertical_.stride == 1 && horizontal_.stride == 1 && vertical_.padding == 0 &&
-                                 horizontal_.padding == 0 && input_.stride[3] == 1 && input_.stride[2] == this->pitch;
+                                 horizontal_.padding == 0 && input_.stride[3] == 1 &&
+                                 input_.stride[2] == this->pitch;
   // What a tile reads past its end must be there: the bottom tile of a sample is packed.
-  const int64_t end = (place.row + place.rows + vertical_.reach()) * this->pitch + horizontal_.reach() + kLanes<T>;
+  const int64_t end =
+      (place.row + place.rows + vertical_.reach()) * this->pitch + horizontal_.reach() + kLanes<T>;
   return has_packed_layout && end <= vertical_.size * this->pitch;
 }
 
@@ -143,13 +147,15 @@ void ConvSource<T>::pack_input(const Place& place, T* packed) const {
         // Packed column x is input column x * stride + h_phase - padding; from `begin` to `end` it exists.
         const int64_t first = h_phase - h.padding;
         const int64_t begin = smaller(this->pitch, first < 0 ? ceil_div(-first, h.stride) : 0);
-        const int64_t end = larger(begin, smaller(this->pitch, ceil_div(larger(h.size - first, 0), h.stride)));
+        const int64_t end =
+            larger(begin, smaller(this->pitch, ceil_div(larger(h.size - first, 0), h.stride)));
         for (int64_t r = 0; r < packed_rows_; ++r, packed += this->pitch) {
           const int64_t in_row = (place.row + r) * v.stride + v_phase - v.padding;
           const bool exists = r < place.rows + v.reach() && in_row >= 0 && in_row < v.size;
           const int64_t stop = exists ? end : begin;
           const int64_t step = h.stride * input_.stride[3];
-          const T* pixels = from + i * input_.stride[1] + in_row * input_.stride[2] + first * input_.stride[3];
+          const T* pixels =
+              from + i * input_.stride[1] + in_row * input_.stride[2] + first * input_.stride[3];
           for (int64_t x = 0; x < begin; ++x) packed[x] = T(0);
           if (step == 1) {
             for (int64_t x = begin; x < stop; ++x) packed[x] = pixels[x];

@@ -1,10 +1,10 @@
 // v as a direct convolution, by an implicit matrix product without im2col.
 //
-// The input rows under a tile are packed, with their padding, into planes of one pitch. In such a plane the pixels
-// that a filter tap meets are the output's pixels, all shifted by one constant; so a tap is an offset, the output is
-// computed as one run of pixels over all rows, and the few columns that wrap around are never looked at. A stride s
-// splits a plane into s x s planes of every s-th row and column, in which the same holds. An unpadded input of stride 1
-// has that layout already and is read in place.
+// The input rows under a tile are packed, with their padding, into planes of one pitch. In such a plane the
+// pixels that a filter tap meets are the output's pixels, all shifted by one constant; so a tap is an offset,
+// the output is computed as one run of pixels over all rows, and the few columns that wrap around are never
+// looked at. A stride s splits a plane into s x s planes of every s-th row and column, in which the same
+// holds. An unpadded input of stride 1 has that layout already and is read in place.
 #pragma once
 
 #include "buffer.h"
@@ -23,8 +23,8 @@ class ConvSource final : public Source<T> {
   void load(const Place& place, const Tile<T>& tile, T* scratch) const override;
 
  private:
-  // What a kernel axis does to an input axis: the taps fall on `phases` packed planes, and reach `reach` further
-  // than one output pixel does.
+  // What a kernel axis does to an input axis: the taps fall on `phases` packed planes, and reach `reach`
+  // further than one output pixel does.
   struct Axis {
     int64_t kernel, stride, dilation, padding, size;
 
@@ -47,9 +47,9 @@ class ConvSource final : public Source<T> {
   const Axis vertical_;
   const Axis horizontal_;
   const int64_t in_channels_;
-  const int64_t taps_;      // in_channels * kernel height * kernel width
-  Buffer<T> weight_;        // [channel block][tap][channel of the block], filled up with zeros
-  Buffer<T> bias_;          // [channel block][channel of the block]
+  const int64_t taps_;             // in_channels * kernel height * kernel width
+  Buffer<T> weight_;               // [channel block][tap][channel of the block], filled up with zeros
+  Buffer<T> bias_;                 // [channel block][channel of the block]
   Buffer<int64_t> packed_offset_;  // of each tap's first pixel, in the packed input
   Buffer<int64_t> input_offset_;   // the same in the input itself, where it is read in place
   int64_t packed_rows_ = 0;

@@ -33,7 +33,7 @@ FUSEDCONV_INLINE float widen(BFloat16 x) { return bit_cast<float>(uint32_t(x.bit
 FUSEDCONV_INLINE float widen(Float16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = uint32_t(x.bits & 0x7fffu) << 13;
-  const bool special = (x.bits & 0x7c00u) == 0x7c00u;  // infinity and NaN
+  const bool special = (x.bits & 0x7c00u) == 0x7c00u;                                      // infinity and NaN
   const float scaled = bit_cast<float>(magnitude) * bit_cast<float>(uint32_t(239) << 23);  // 2^112
   const uint32_t bits = special ? (magnitude | 0x7f800000u) : bit_cast<uint32_t>(scaled);
   return bit_cast<float>(bits | sign);
@@ -84,22 +84,31 @@ struct PointeeOf<Element*> {
 template <class Pointer>
 using Pointee = typename PointeeOf<Pointer>::type;
 
-// Calls visit with a null pointer of the dtype's element type. The compute type double goes with float64 only.
+template <class A, class B>
+constexpr bool kIsSame = false;
+template <class A>
+constexpr bool kIsSame<A, A> = true;
+
+// Calls visit with a null pointer of the dtype's element type. The compute type double goes with float64
+// only.
 template <class T, class Visit>
 FUSEDCONV_INLINE void visit_dtype(DType dtype, const Visit& visit) {
   if constexpr (sizeof(T) == sizeof(double)) {
     visit(static_cast<double*>(nullptr));
   } else {
     switch (dtype) {
-      case DType::kBFloat16: return visit(static_cast<BFloat16*>(nullptr));
-      case DType::kFloat16: return visit(static_cast<Float16*>(nullptr));
-      default: return visit(static_cast<float*>(nullptr));
+      case DType::kBFloat16:
+        return visit(static_cast<BFloat16*>(nullptr));
+      case DType::kFloat16:
+        return visit(static_cast<Float16*>(nullptr));
+      default:
+        return visit(static_cast<float*>(nullptr));
     }
   }
 }
 
-// Copies a channels x pixels block between a tensor with the given strides and contiguous rows of the compute type.
-// The tensor's smaller stride is walked innermost.
+// Copies a channels x pixels block between a tensor with the given strides and contiguous rows of the compute
+// type. The tensor's smaller stride is walked innermost.
 template <class Element, class T>
 void load_block(const Element* from, int64_t channel_stride, int64_t pixel_stride, T* to, int64_t to_stride,
                 int64_t channels, int64_t pixels) {
@@ -122,8 +131,8 @@ void load_block(const Element* from, int64_t channel_stride, int64_t pixel_strid
 }
 
 template <class Element, class T>
-void store_block(const T* from, int64_t from_stride, Element* to, int64_t channel_stride, int64_t pixel_stride,
-                 int64_t channels, int64_t pixels) {
+void store_block(const T* from, int64_t from_stride, Element* to, int64_t channel_stride,
+                 int64_t pixel_stride, int64_t channels, int64_t pixels) {
   if (pixel_stride == 1 || channel_stride >= pixel_stride || channels == 1) {
     for (int64_t c = 0; c < channels; ++c) {
       const T* row = from + c * from_stride;
@@ -138,7 +147,8 @@ void store_block(const T* from, int64_t from_stride, Element* to, int64_t channe
   }
   for (int64_t w = 0; w < pixels; ++w) {
     Element* pixel = to + w * pixel_stride;
-    for (int64_t c = 0; c < channels; ++c) pixel[c * channel_stride] = Narrow<Element, T>::from(from[c * from_stride + w]);
+    for (int64_t c = 0; c < channels; ++c)
+      pixel[c * channel_stride] = Narrow<Element, T>::from(from[c * from_stride + w]);
   }
 }
 

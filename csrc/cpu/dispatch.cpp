@@ -80,7 +80,9 @@ void run_on_cpu(const std::string& chain, const Problem& problem, int threads) {
   const bool is_dense = output.stride[0] == output.size[1] * output.size[2] * output.size[3];
   if (is_dense) {
     const int64_t elements = output.size[0] * output.stride[0];
-    advise_huge_pages(output.data, size_t(elements) * (output.dtype == DType::kFloat64 ? 8 : output.dtype == DType::kFloat32 ? 4 : 2));
+    advise_huge_pages(output.data, size_t(elements) * (output.dtype == DType::kFloat64   ? 8
+                                                       : output.dtype == DType::kFloat32 ? 4
+                                                                                         : 2));
   }
   kernel(problem, threads);
 }

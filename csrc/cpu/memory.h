@@ -7,8 +7,8 @@ namespace fusedconv {
 void* allocate_aligned(size_t bytes);  // to a cache line; throws std::bad_alloc
 void free_aligned(void* memory);
 
-// Asks for huge pages under a large block that is about to be written for the first time: the system clears and maps
-// it in a quarter of the time that small pages take.
+// Asks for huge pages under a large block that is about to be written for the first time: the system clears
+// and maps it in a quarter of the time that small pages take.
 void advise_huge_pages(void* memory, size_t bytes);
 
 }  // namespace fusedconv

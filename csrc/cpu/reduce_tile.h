@@ -1,4 +1,5 @@
-// The end of a chain on one tile: pointwise stages, reduction and final stages in place, then the rows go out.
+// The end of a chain on one tile: pointwise stages, reduction and final stages in place, then the rows go
+// out.
 #pragma once
 
 #include "../core/chain.h"
@@ -8,7 +9,8 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Applies a pointwise function to vectors in place; count is a multiple of nothing, whole vectors are touched.
+// Applies a pointwise function to vectors in place; count is a multiple of nothing, whole vectors are
+// touched.
 template <class T, class Stage>
 FUSEDCONV_INLINE void transform(T* data, int64_t count, const Stage& stage) {
   for (int64_t i = 0; i < count; i += kLanes<T>) store(data + i, stage(load(data + i)));
@@ -16,8 +18,8 @@ FUSEDCONV_INLINE void transform(T* data, int64_t count, const Stage& stage) {
 
 // Each reduce_tile gives the place in the output of what it left in the tile.
 template <class Chain, class T>
-Place reduce_tile(Store, const Place& place, const Tile<T>& tile, const Channel<T>* channels, const Arguments&,
-                  int64_t) {
+Place reduce_tile(Store, const Place& place, const Tile<T>& tile, const Channel<T>* channels,
+                  const Arguments&, int64_t) {
   for (int64_t c = 0; c < place.channels; ++c) {
     const Channel<T> channel = channels[c];
     transform(tile.data + c * tile.plane, place.rows * tile.pitch, [&](Vector<T> x) {
@@ -28,12 +30,14 @@ Place reduce_tile(Store, const Place& place, const Tile<T>& tile, const Channel<
   return place;
 }
 
-// row[i] becomes the maximum of row[i] to row[i + width - 1], by doubling: a maximum of 2n is one of two of n.
+// row[i] becomes the maximum of row[i] to row[i + width - 1], by doubling: a maximum of 2n is one of two of
+// n.
 template <class T>
 void sliding_maximum(T* row, int64_t count, int64_t width) {
   for (int64_t covered = 1; covered < width;) {
     const int64_t shift = smaller(covered, width - covered);
-    for (int64_t i = 0; i < count; i += kLanes<T>) store(row + i, maximum(load(row + i), load(row + i + shift)));
+    for (int64_t i = 0; i < count; i += kLanes<T>)
+      store(row + i, maximum(load(row + i), load(row + i + shift)));
     covered += shift;
   }
 }
@@ -89,11 +93,12 @@ Place reduce_tile(ChannelLogSumExp, const Place& place, const Tile<T>& tile, con
   return {place.sample, 0, 1, place.row, place.rows};
 }
 
-// Rows of one channel that follow each other in memory: moved together in place, then streamed as one run, so that
-// only its two ends touch a cache line in part.
+// Rows of one channel that follow each other in memory: moved together in place, then streamed as one run, so
+// that only its two ends touch a cache line in part.
 template <class T>
 void stream_rows(T* plane, int64_t pitch, T* to, int64_t rows, int64_t cols) {
-  for (int64_t r = 1; r < rows; ++r) std::memmove(plane + r * cols, plane + r * pitch, size_t(cols) * sizeof(T));
+  for (int64_t r = 1; r < rows; ++r)
+    std::memmove(plane + r * cols, plane + r * pitch, size_t(cols) * sizeof(T));
   const int64_t count = rows * cols;
   const uintptr_t past_line = reinterpret_cast<uintptr_t>(to) % kVectorBytes;
   int64_t i = 0;
@@ -123,7 +128,7 @@ void store_tile(const Place& place, const Tile<T>& tile, const Tensor& output, b
     for (int64_t c = 0; c < place.channels; ++c) {
       T* plane = tile.data + c * tile.plane;
       Element* to = corner + c * output.stride[1];
-      if constexpr (IsSame<Element, T>::value) {
+      if constexpr (kIsSame<Element, T>) {
         if (streams && output.stride[2] == cols) {
           stream_rows(plane, tile.pitch, to, place.rows, cols);
           continue;

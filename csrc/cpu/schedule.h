@@ -1,8 +1,9 @@
 // How a chain runs over a whole problem: what is one unit of work, what is kept, and which thread does what.
 //
-// A tile is some rows of some channels of one sample. A unit is what the statistics (or a reduction over channels)
-// need together: a few groups of one sample, or all of its channels. Tiles, and the order in which their moments are
-// combined, follow from the shape of one sample only: so neither the batch nor the number of threads changes a bit.
+// A tile is some rows of some channels of one sample. A unit is what the statistics (or a reduction over
+// channels) need together: a few groups of one sample, or all of its channels. Tiles, and the order in which
+// their moments are combined, follow from the shape of one sample only: so neither the batch nor the number
+// of threads changes a bit.
 #pragma once
 
 #include "../core/chain.h"
@@ -15,19 +16,21 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int64_t kTileBytes = 128 * 1024;       // a tile and its input stay in L2
-constexpr int64_t kTilePixels = 2048;            // short enough for sums in the compute type
-constexpr int64_t kUnitChannels = 64;            // packing the input is shared by so many channels
-constexpr int64_t kUnitBytes = 512 * 1024;       // what is kept of a unit stays in L2, where groups are that small
-constexpr int64_t kKeepBytes = 16 * 1024 * 1024; // a unit larger than this is computed twice rather than kept
+constexpr int64_t kTileBytes = 128 * 1024;  // a tile and its input stay in L2
+constexpr int64_t kTilePixels = 2048;       // short enough for sums in the compute type
+constexpr int64_t kUnitChannels = 64;       // packing the input is shared by so many channels
+constexpr int64_t kUnitBytes = 512 * 1024;  // what is kept of a unit stays in L2, where groups are that small
+constexpr int64_t kKeepBytes =
+    16 * 1024 * 1024;  // a unit larger than this is computed twice rather than kept
 constexpr int64_t kStreamBytes = 8 * 1024 * 1024;  // an output that no cache would hold until it is read
-constexpr int64_t kChannelMultiple = 4;          // a source computes so many channels at a time
-constexpr int64_t kElementsPerThread = 8192;     // fewer are not worth waking a thread
+constexpr int64_t kChannelMultiple = 4;            // a source computes so many channels at a time
+constexpr int64_t kElementsPerThread = 8192;       // fewer are not worth waking a thread
 
 template <class Body>
 void parallel_for(int64_t count, int threads, const Body& body) {
   fusedconv::parallel_for(
-      count, threads, [](void* context, int64_t i, int worker) { (*static_cast<const Body*>(context))(i, worker); },
+      count, threads,
+      [](void* context, int64_t i, int worker) { (*static_cast<const Body*>(context))(i, worker); },
       const_cast<Body*>(&body));
 }
 
@@ -120,7 +123,7 @@ class Schedule {
     int64_t sample;
     int64_t channel;
     int64_t channels;
-    Moments* moments;      // [tile][group]
+    Moments* moments;        // [tile][group]
     Channel<T>* parameters;  // [channel]
   };
 
@@ -128,8 +131,8 @@ class Schedule {
 
   Unit unit(int64_t index, Moments* moments, Channel<T>* parameters) const {
     const int64_t channel = index % plan_.units_per_sample * plan_.unit_channels;
-    return {index / plan_.units_per_sample, channel, smaller(plan_.unit_channels, source_.channels - channel), moments,
-            parameters};
+    return {index / plan_.units_per_sample, channel, smaller(plan_.unit_channels, source_.channels - channel),
+            moments, parameters};
   }
 
   Place place(const Unit& unit, int64_t tile) const {
@@ -173,7 +176,8 @@ class Schedule {
     const int64_t group_count = groups(unit.channels);
     for (int64_t g = 0; g < group_count; ++g) {
       Moments all = unit.moments[g];
-      for (int64_t t = 1; t < plan_.tiles_per_unit; ++t) all = combine(all, unit.moments[t * group_count + g]);
+      for (int64_t t = 1; t < plan_.tiles_per_unit; ++t)
+        all = combine(all, unit.moments[t * group_count + g]);
       const double inverse_deviation = 1.0 / __builtin_sqrt(all.m2 / all.count + problem_.arguments.eps);
       for (int64_t c = g * plan_.group_channels; c < (g + 1) * plan_.group_channels; ++c) {
         unit.parameters[c] = channels_[unit.channel + c];
@@ -217,8 +221,8 @@ class Schedule {
     const Buffer<Moments> moments(plan_.threads * moments_count);
     const Buffer<Channel<T>> parameters(plan_.threads * plan_.unit_channels);
     parallel_for(units, plan_.threads, [&](int64_t i, int worker) {
-      const Unit mine = unit(i, moments.data() + worker * moments_count,
-                             parameters.data() + worker * plan_.unit_channels);
+      const Unit mine =
+          unit(i, moments.data() + worker * moments_count, parameters.data() + worker * plan_.unit_channels);
       T* scratch = memory.data() + worker * elements;
       T* kept = scratch + source_elements_;
       for (int64_t t = 0; t < plan_.tiles_per_unit; ++t) measure(mine, t, tile_at(kept, t), scratch);

@@ -1,5 +1,5 @@
-// Where v comes from: our own convolution, or a tensor that somebody else computed. A schedule asks for v by the
-// tile: some channels of some output rows of one sample, in the compute type, pixels side by side.
+// Where v comes from: our own convolution, or a tensor that somebody else computed. A schedule asks for v by
+// the tile: some channels of some output rows of one sample, in the compute type, pixels side by side.
 #pragma once
 
 #include "../core/problem.h"
@@ -8,7 +8,9 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-FUSEDCONV_INLINE int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+FUSEDCONV_INLINE int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 FUSEDCONV_INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 FUSEDCONV_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 FUSEDCONV_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -22,8 +24,8 @@ struct Place {
   int64_t rows;
 };
 
-// Pixel (c, r, w) of a tile is data[c * plane + r * pitch + w], w < cols. What stands between cols and pitch, and
-// from the last row to plane, is memory that may be read and written, of no meaning.
+// Pixel (c, r, w) of a tile is data[c * plane + r * pitch + w], w < cols. What stands between cols and pitch,
+// and from the last row to plane, is memory that may be read and written, of no meaning.
 template <class T>
 struct Tile {
   T* data;
@@ -46,7 +48,8 @@ class Source {
   // An odd number of vectors, so that the same pixel of many channels does not fall on few sets of the cache.
   int64_t plane(int64_t tile_rows) const { return (ceil_div(tile_rows * pitch, kLanes<T>) | 1) * kLanes<T>; }
 
-  // Says, before the first load, how many rows a tile has at most; gives the scratch elements that a load needs.
+  // Says, before the first load, how many rows a tile has at most; gives the scratch elements that a load
+  // needs.
   virtual int64_t prepare(int64_t tile_rows) = 0;
   virtual void load(const Place& place, const Tile<T>& tile, T* scratch) const = 0;
   // Whether loading v again costs little, so that it need not be kept between the statistics and the rest.

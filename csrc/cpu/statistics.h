@@ -16,7 +16,8 @@ FUSEDCONV_INLINE double sum_of_lanes(Vector<T> x) {
 
 // Calls visit(x, mask) for the vectors of rows x cols pixels; mask says which lanes are pixels.
 template <class T, class Visit>
-FUSEDCONV_INLINE void for_each_vector(const T* plane, int64_t pitch, int64_t rows, int64_t cols, const Visit& visit) {
+FUSEDCONV_INLINE void for_each_vector(const T* plane, int64_t pitch, int64_t rows, int64_t cols,
+                                      const Visit& visit) {
   using Bits = typename VectorTypes<T>::Bits;
   Bits lane{};
   for (int i = 0; i < kLanes<T>; ++i) lane[i] = i;
@@ -29,14 +30,15 @@ FUSEDCONV_INLINE void for_each_vector(const T* plane, int64_t pitch, int64_t row
   }
 }
 
-// The mean first, then the deviations from it; their own sum corrects the rounding of the mean. The tile is in the
-// cache, so that the second pass costs little.
+// The mean first, then the deviations from it; their own sum corrects the rounding of the mean. The tile is
+// in the cache, so that the second pass costs little.
 template <class T, class Stage>
 Moments moments_of(const T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
   const double count = double(rows) * double(cols);
   const Vector<T> zero{};
   Vector<T> sum{};
-  for_each_vector(plane, pitch, rows, cols, [&](Vector<T> x, auto mask) { sum += select(mask, stage(x), zero); });
+  for_each_vector(plane, pitch, rows, cols,
+                  [&](Vector<T> x, auto mask) { sum += select(mask, stage(x), zero); });
   const T mean = T(sum_of_lanes<T>(sum) / count);
   Vector<T> deviation{};
   Vector<T> square{};

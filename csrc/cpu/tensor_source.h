@@ -22,8 +22,8 @@ class TensorSource final : public Source<T> {
       const Element* corner = static_cast<const Element*>(v_.data) + place.sample * v_.stride[0] +
                               place.channel * v_.stride[1] + place.row * v_.stride[2];
       for (int64_t r = 0; r < place.rows; ++r) {
-        load_block(corner + r * v_.stride[2], v_.stride[1], v_.stride[3], tile.data + r * tile.pitch, tile.plane,
-                   place.channels, this->cols);
+        load_block(corner + r * v_.stride[2], v_.stride[1], v_.stride[3], tile.data + r * tile.pitch,
+                   tile.plane, place.channels, this->cols);
       }
     });
   }

@@ -49,7 +49,8 @@ int find_openmp(dl_phdr_info* info, size_t, void* result) {
   return 0;
 }
 
-// Linking an OpenMP runtime would bring a second one beside PyTorch's; so its entry is looked up where it is loaded.
+// Linking an OpenMP runtime would bring a second one beside PyTorch's; so its entry is looked up where it is
+// loaded.
 GompParallel loaded_gomp_parallel() {
   const char* path = nullptr;
   dl_iterate_phdr(find_openmp, &path);

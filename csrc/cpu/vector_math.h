@@ -1,4 +1,5 @@
-// The widest vector of the instruction set, in the compilers' own vector types, and elementary functions on it.
+// The widest vector of the instruction set, in the compilers' own vector types, and elementary functions on
+// it.
 #pragma once
 
 #include <cstdint>
@@ -115,7 +116,8 @@ struct Format<float> {
   using Element = float;
   static constexpr int kMantissaBits = 23;
   static constexpr int32_t kExponentBias = 127;
-  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+  static constexpr float kRound =
+      12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
   static constexpr float kMaxExponent = 88.0f;  // exp of it is finite, exp of its negative is normal
   static constexpr float kMinExponent = -87.0f;
   static constexpr float kLog2High = 0.693359375f;  // few bits, so that its product with an integer is exact
@@ -193,7 +195,8 @@ FUSEDCONV_INLINE X tanh(X x) {
   return minus_one / (minus_one + T(2));
 }
 
-// log(x) for finite x >= 1, and NaN: 2 atanh(s) + exponent * log(2), s = (m - 1) / (m + 1), m in [sqrt(1/2), sqrt(2)).
+// log(x) for finite x >= 1, and NaN: 2 atanh(s) + exponent * log(2), s = (m - 1) / (m + 1), m in [sqrt(1/2),
+// sqrt(2)).
 template <class X>
 FUSEDCONV_INLINE X log(X x) {
   using F = ElementOf<X>;

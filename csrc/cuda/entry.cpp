@@ -1,0 +1,93 @@
+#include "entry.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "context_guard.h"
+#include "error.h"
+#include "kernels.h"
+
+namespace fusedconv {
+namespace {
+
+const cuda::Kernel* find_kernel(const std::string& chain) {
+#define FUSEDCONV_MATCH(name) \
+  if (chain == #name) return &cuda::name;
+  FUSEDCONV_FOR_EACH_CUDA_CHAIN(FUSEDCONV_MATCH)
+#undef FUSEDCONV_MATCH
+  return nullptr;
+}
+
+// A capture on any thread forbids what loading code may do, unless this thread says that it does not mind.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+cudaError_t load_all_kernels() {
+  const RelaxedCapture relaxed;
+  for (const std::string& chain : cuda_chains()) {
+    const cudaError_t status = find_kernel(chain)->load();
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+std::string describe(int device) {
+  int major = 0;
+  int minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
+         std::to_string(minor);
+}
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+}  // namespace
+
+std::string cuda_version() { return version_text(CUDART_VERSION); }
+std::string cuda_architectures() { return FUSEDCONV_CUDA_ARCHITECTURE_LIST; }
+
+std::vector<std::string> cuda_chains() {
+#define FUSEDCONV_NAME(name) #name,
+  return {FUSEDCONV_FOR_EACH_CUDA_CHAIN(FUSEDCONV_NAME)};
+#undef FUSEDCONV_NAME
+}
+
+std::string cuda_status(int device) {
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  if (driver == 0) return "there is no CUDA driver";
+  if (driver / 1000 < CUDART_VERSION / 1000) {
+    return "the driver supports CUDA " + version_text(driver) + ", fusedconv was built with " +
+           cuda_version();
+  }
+  try {
+    const ContextGuard guard(device);
+    const cudaError_t status = load_all_kernels();
+    if (status == cudaSuccess) return "";
+    cudaGetLastError();  // a sticky copy of the error would be reported by a later launch
+    return describe(device) + ", fusedconv was built for " + cuda_architectures() + " (" +
+           cudaGetErrorString(status) + ")";
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+}
+
+void run_on_cuda(const std::string& chain, const Problem& problem, int device, void* stream) {
+  const cuda::Kernel* kernel = find_kernel(chain);
+  if (kernel == nullptr) throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "'");
+  const ContextGuard guard(device);
+  check_cuda(kernel->launch(problem, static_cast<cudaStream_t>(stream)), "launch of " + chain);
+}
+
+}  // namespace fusedconv
