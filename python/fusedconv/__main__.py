@@ -142,16 +142,26 @@ def table(results: list[Result], title: str) -> Table:
     return grid
 
 
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in MEMORY or (
+        device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    ):
+        raise argparse.ArgumentTypeError(f"there is no device {text!r} here that is a CPU or CUDA")
+    return device
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fusedconv", description=__doc__)
     parser.add_argument("--batch", type=int, help="samples in a batch (128 on a GPU, 8 on a CPU)")
-    parser.add_argument("--device", type=torch.device, help="cpu, cuda or cuda:N (a GPU if there is one)")
+    parser.add_argument("--device", type=_device, help="cpu, cuda or cuda:N (a GPU if there is one)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     options = parser.parse_args(arguments)
     if options.device is None:
         options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if options.device.type not in MEMORY:
-        parser.error(f"--device must be cpu or cuda, not {options.device}")
     if options.batch is None:
         options.batch = 128 if options.device.type == "cuda" else 8
     if options.batch < 1:

@@ -90,7 +90,18 @@ def _precision() -> str | None:
         return get_float32_precision()
 
 
-def _is_stock(module: nn.Module, kind: type[nn.Module]) -> bool:
+def _is_ordinary(tensor: object) -> bool:
+    """Whether the tensor's type leaves it to PyTorch what a conv or a norm does with it. A quantised one may not."""
+    kind = type(tensor)
+    return (
+        kind is nn.Parameter
+        or not isinstance(tensor, Tensor)
+        or kind is Tensor
+        or kind.__torch_function__ is torch._C._disabled_torch_function_impl
+    )
+
+
+def _is_stock(module: nn.Conv2d | nn.GroupNorm, kind: type[nn.Module]) -> bool:
     """Whether a call of ``module`` does what ``kind`` does and nothing more."""
     return type(module) is kind and not (
         module._forward_hooks
@@ -103,6 +114,7 @@ def _is_stock(module: nn.Module, kind: type[nn.Module]) -> bool:
         or _every_module._global_forward_pre_hooks
         or _every_module._global_backward_hooks
         or _every_module._global_backward_pre_hooks
+        or not _is_ordinary(module.weight)
     )
 
 
