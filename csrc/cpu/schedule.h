@@ -22,9 +22,9 @@ constexpr int64_t kUnitChannels = 64;       // packing the input is shared by so
 constexpr int64_t kUnitBytes = 512 * 1024;  // what is kept of a unit stays in L2, where groups are that small
 constexpr int64_t kKeepBytes =
     16 * 1024 * 1024;  // a unit larger than this is computed twice rather than kept
-constexpr int64_t kStreamBytes = 8 * 1024 * 1024;  // an output that no cache would hold until it is read
-constexpr int64_t kChannelMultiple = 4;            // a source computes so many channels at a time
-constexpr int64_t kElementsPerThread = 8192;       // fewer are not worth waking a thread
+constexpr int64_t kStreamBytes = 16 * 1024 * 1024;  // an output that no cache would hold until it is read
+constexpr int64_t kChannelMultiple = 4;             // a source computes so many channels at a time
+constexpr int64_t kElementsPerThread = 8192;        // fewer are not worth waking a thread
 
 template <class Body>
 void parallel_for(int64_t count, int threads, const Body& body) {
@@ -57,28 +57,30 @@ template <class Chain, class T>
 Plan make_plan(const Source<T>& source, const Arguments& arguments, const Tensor& output, int threads) {
   Plan plan;
   const int64_t channels = source.channels;
-  const int64_t channel_bytes = source.rows * source.pitch * int64_t(sizeof(T));
+  const int64_t row_bytes = source.pitch * int64_t(sizeof(T));
+  const int64_t channel_bytes = source.rows * row_bytes;
   plan.group_channels = Chain::kNeedsStatistics ? channels / arguments.num_groups : 1;
   const bool channels_last = output.stride[3] != 1;  // then a unit writes whole pixels
   if (Chain::Reduce::kReducesChannels || (Chain::kNeedsStatistics && channels_last)) {
     plan.unit_channels = channels;
   } else {
     const int64_t step = least_common_multiple(plan.group_channels, kChannelMultiple);
-    const int64_t fitting = Chain::kNeedsStatistics ? kUnitBytes / channel_bytes : kUnitChannels;
+    const int64_t fitting = kUnitBytes / (Chain::kNeedsStatistics ? channel_bytes : row_bytes);
     plan.unit_channels = smaller(channels, larger(step, smaller(fitting, kUnitChannels) / step * step));
   }
   plan.units_per_sample = ceil_div(channels, plan.unit_channels);
 
   const int64_t row_multiple = Chain::Reduce::kPools ? arguments.pool[0] : 1;
-  const int64_t row_bytes = plan.unit_channels * source.pitch * int64_t(sizeof(T));
-  int64_t rows = smaller(kTileBytes / row_bytes, kTilePixels / source.pitch);
+  int64_t rows = smaller(kTileBytes / (plan.unit_channels * row_bytes), kTilePixels / source.pitch);
   rows = larger(row_multiple, smaller(rows, source.rows) / row_multiple * row_multiple);
   plan.tiles_per_unit = ceil_div(source.rows, rows);
   plan.tile_rows = round_up(ceil_div(source.rows, plan.tiles_per_unit), row_multiple);
   plan.tiles_per_unit = ceil_div(source.rows, plan.tile_rows);
 
+  // No thread, and no memory for one, without work: a tile at the least, and not too small a share.
   const int64_t elements = source.samples * channels * source.rows * source.cols;
-  plan.threads = int(smaller(threads, 1 + elements / kElementsPerThread));
+  const int64_t tiles = source.samples * plan.units_per_sample * plan.tiles_per_unit;
+  plan.threads = int(smaller(smaller(threads, tiles), 1 + elements / kElementsPerThread));
   return plan;
 }
 

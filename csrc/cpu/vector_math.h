@@ -118,8 +118,8 @@ struct Format<float> {
   static constexpr int32_t kExponentBias = 127;
   static constexpr float kRound =
       12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-  static constexpr float kMaxExponent = 88.0f;  // exp of it is finite, exp of its negative is normal
-  static constexpr float kMinExponent = -87.0f;
+  static constexpr float kMaxExponent = 89.0f;      // rounds to 128 powers of two: infinity
+  static constexpr float kMinExponent = -88.0f;     // rounds to -127 powers of two: zero
   static constexpr float kLog2High = 0.693359375f;  // few bits, so that its product with an integer is exact
   static constexpr float kLog2Low = -2.12194440054690583e-4f;
   static constexpr int kExpTerms = 7;  // |r| <= ln(2)/2: the first term left out is under 6e-9
@@ -132,8 +132,8 @@ struct Format<double> {
   static constexpr int kMantissaBits = 52;
   static constexpr int64_t kExponentBias = 1023;
   static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
-  static constexpr double kMaxExponent = 709.0;
-  static constexpr double kMinExponent = -708.0;
+  static constexpr double kMaxExponent = 710.0;
+  static constexpr double kMinExponent = -709.0;
   static constexpr double kLog2High = 0.69314718036912381649;
   static constexpr double kLog2Low = 1.9082149292705877e-10;
   static constexpr int kExpTerms = 13;
@@ -149,7 +149,7 @@ struct ElementOf<Vector<double>> : Format<double> {};
 
 constexpr double factorial(int n) { return n <= 1 ? 1.0 : n * factorial(n - 1); }
 
-// exp(x) = scale * (fraction + 1), scale a power of two. Outside the format's range x is moved to its border.
+// exp(x) = (fraction + 1) * scale, scale a power of two: for kMinExponent <= x <= kMaxExponent, and NaN.
 template <class X>
 struct Exponential {
   X fraction;
@@ -161,8 +161,6 @@ FUSEDCONV_INLINE Exponential<X> split_exponential(X x) {
   using F = ElementOf<X>;
   using T = typename F::Element;
   using Bits = typename VectorTypes<T>::Bits;
-  x = select(x > F::kMaxExponent, X{} + F::kMaxExponent, x);
-  x = select(x < F::kMinExponent, X{} + F::kMinExponent, x);
   const X shifted = x * T(1.4426950408889634074) + F::kRound;
   const X n = shifted - F::kRound;
   const X r = (x - n * F::kLog2High) - n * F::kLog2Low;
@@ -175,9 +173,17 @@ FUSEDCONV_INLINE Exponential<X> split_exponential(X x) {
 }
 
 template <class X>
+FUSEDCONV_INLINE X limit(X x, X low, X high) {
+  x = select(x > high, high, x);
+  return select(x < low, low, x);
+}
+
+// At the ends of the range the scale is infinity and zero.
+template <class X>
 FUSEDCONV_INLINE X exp(X x) {
-  const Exponential<X> e = split_exponential(x);
-  return e.fraction * e.scale + e.scale;
+  using F = ElementOf<X>;
+  const Exponential<X> e = split_exponential(limit(x, X{} + F::kMinExponent, X{} + F::kMaxExponent));
+  return (e.fraction + typename F::Element(1)) * e.scale;
 }
 
 template <class X>
@@ -190,7 +196,8 @@ FUSEDCONV_INLINE X sigmoid(X x) {
 template <class X>
 FUSEDCONV_INLINE X tanh(X x) {
   using T = typename ElementOf<X>::Element;
-  const Exponential<X> e = split_exponential(x + x);
+  const X saturated = X{} + T(20);  // from there on tanh rounds to one
+  const Exponential<X> e = split_exponential(T(2) * limit(x, -saturated, saturated));
   const X minus_one = e.fraction * e.scale + (e.scale - T(1));
   return minus_one / (minus_one + T(2));
 }
