@@ -1,4 +1,4 @@
-"""The conv where PyTorch runs it, at the precision that the caller asked for. PyTorch's global flags stay untouched."""
+"""The conv where PyTorch runs it, at the precision asked for. PyTorch's global flags stay untouched."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def convolution(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    *,
     precision: str | None,
 ) -> Tensor:
     """``torch.conv2d``; ``"ieee"`` and ``"tf32"`` decide about TF32 instead of PyTorch's flag."""
@@ -44,14 +45,15 @@ def convolution_backward(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    *,
     precision: str | None,
     mask: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of input, weight and bias; None where ``mask`` says that nobody asks for it.
 
-    ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flag would have it use TF32 against
-    ``"ieee"``, each factor is split in two, and three products of TF32 precision give the exact one. ``"tf32"`` allows
-    TF32 and does not force it.
+    ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flag would have it use TF32
+    against ``"ieee"``, each factor is split in two, and three products of TF32 precision give the exact
+    one. ``"tf32"`` allows TF32 and does not force it.
     """
 
     def product(grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]) -> list[Tensor | None]:
@@ -62,7 +64,8 @@ def convolution_backward(
 
     if precision is None:
         precision = get_float32_precision()
-    if precision == "ieee" and grad.is_cuda and grad.dtype is torch.float32 and torch.backends.cudnn.allow_tf32:
+    rounds = grad.is_cuda and grad.dtype is torch.float32 and torch.backends.cudnn.allow_tf32
+    if precision == "ieee" and rounds:
         return _three_products(product, grad, input, weight, mask)
     return product(grad, input, weight, mask)
 
@@ -81,7 +84,7 @@ def _three_products(
         product(grad, input, weight, mask),
     )
     sums: list[Tensor | None] = []
-    for terms in zip(*parts):
+    for terms in zip(*parts, strict=True):
         present = [term for term in terms if term is not None]
         sums.append(sum(present[1:], present[0]) if present else None)
     return sums

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._conv import convolution
 from .chains import Chain
 
 _CODES = {
@@ -23,19 +22,10 @@ _CODES = {
     torch.float16: _C.FLOAT16,
 }
 
-# What the kernels take from a chain's arguments, in the order of _C.Arguments, and the value where a chain has none.
-_SLOTS: dict[str, Any] = {
-    "bias": None,
-    "scale": None,
-    "norm_weight": None,
-    "norm_bias": None,
-    "num_groups": 0,
-    "eps": 0.0,
-    "pool_size": (1, 1),
-    "clamp_min": None,
-    "clamp_max": None,
-}
-_ABSENT = tuple(_SLOTS.values())
+# What the kernels take from a chain's arguments, in the order of _C.Arguments, and what stands for none.
+_VECTORS = ("bias", "scale", "norm_weight", "norm_bias")
+_SCALARS = {"num_groups": 0, "eps": 0.0, "pool_size": (1, 1), "clamp_min": None, "clamp_max": None}
+_NO_SCALARS = tuple(_SCALARS.values())
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,71 +37,66 @@ def _tensor(tensor: Tensor) -> _C.Tensor:
     return tensor.data_ptr(), _CODES[tensor.dtype], tensor.shape, tensor.stride()
 
 
-def _vector(tensor: Tensor | None, channels: int, dtype: torch.dtype) -> Tensor | None:
-    """One contiguous value a channel."""
-    if tensor is None or (tensor.dtype is dtype and tensor.numel() == channels and tensor.is_contiguous()):
-        return tensor
-    return tensor.to(dtype).reshape(-1).expand(channels).contiguous()
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 class Launcher:
     """Runs the kernels of one operator, whose arguments are called ``names``."""
 
     def __init__(self, chain: Chain, names: Sequence[str], has_conv: bool) -> None:
         self._chain = chain.name
         self._has_conv = has_conv
-        # One C call then picks all slots out of (*arguments, *_ABSENT).
-        given = {name: place for place, name in enumerate(names)}
-        self._pick = operator.itemgetter(*(given.get(slot, len(names) + i) for i, slot in enumerate(_SLOTS)))
+        self._vectors = [(slot, names.index(name)) for slot, name in enumerate(_VECTORS) if name in names]
+        # One call picks the scalars out of (*arguments, *defaults).
+        places = (names.index(name) if name in names else len(names) + i for i, name in enumerate(_SCALARS))
+        self._pick_scalars = operator.itemgetter(*places)
 
     def _arguments(
-        self, args: Sequence[Any], channels: int, dtype: torch.dtype
-    ) -> tuple[_C.Arguments, list[Tensor | None]]:
-        """The chain's arguments as the kernels take them, and the tensors that must outlive the launch."""
-        *vectors, num_groups, eps, pool, low, high = self._pick((*args, *_ABSENT))
-        compute = compute_dtype(dtype)
-        vectors = [_vector(vector, channels, compute) for vector in vectors]
-        bias, scale, norm_weight, norm_bias = map(_pointer, vectors)
-        return (
-            (bias, scale, norm_weight, norm_bias, num_groups, eps, pool[0], pool[1],
-             -math.inf if low is None else low, math.inf if high is None else high),
-            vectors,
+        self, args: Sequence[Any], channels: int, compute: torch.dtype, alive: list[Tensor]
+    ) -> _C.Arguments:
+        """The chain's arguments for the kernels. Copies go to ``alive``, which must outlive the launch."""
+        pointers: Any = [0, 0, 0, 0]
+        for slot, place in self._vectors:
+            vector = args[place]
+            if vector is not None:
+                if vector.dtype is not compute or vector.numel() != channels or not vector.is_contiguous():
+                    vector = vector.to(compute).reshape(-1).expand(channels).contiguous()
+                    alive.append(vector)
+                pointers[slot] = vector.data_ptr()
+        num_groups, eps, pool, low, high = self._pick_scalars((*args, *_NO_SCALARS))
+        low = -math.inf if low is None else low
+        high = math.inf if high is None else high
+        return (*pointers, num_groups, eps, pool[0], pool[1], low, high)
+
+    def is_direct(self, args: Sequence[Any]) -> bool:
+        """Whether our own conv kernel runs this call; else PyTorch's conv, and the chain on what it gives."""
+        dtype = args[0].dtype
+        return self._has_conv and args[-1] == 1 and (dtype is torch.float32 or dtype is torch.float64)
+
+    def cpu_conv(self, args: Sequence[Any], output: Tensor) -> None:
+        input, weight, conv_bias = args[:3]
+        stride, padding, dilation = args[-4:-1]
+        if conv_bias is not None:
+            conv_bias = conv_bias.contiguous()
+        alive: list[Tensor] = []
+        arguments = self._arguments(args, weight.shape[0], input.dtype, alive)
+        _C.cpu_conv2d(
+            self._chain, _tensor(input), _tensor(weight), 0 if conv_bias is None else conv_bias.data_ptr(),
+            stride, padding, dilation, arguments, _tensor(output), torch.get_num_threads(),
         )  # fmt: skip
 
-    def _source(self, args: Sequence[Any], precision: str | None) -> Tensor:
-        """The conv's output, computed by PyTorch: the first of the two steps."""
-        return convolution(*args[:3], *args[-4:], precision) if self._has_conv else args[0]
+    def cpu_chain(self, v: Tensor, args: Sequence[Any], output: Tensor) -> None:
+        alive: list[Tensor] = []
+        arguments = self._arguments(args, v.shape[1], compute_dtype(v.dtype), alive)
+        _C.cpu_chain(self._chain, _tensor(v), arguments, _tensor(output), torch.get_num_threads())
 
-    def cpu(self, args: Sequence[Any], precision: str | None, output: Tensor) -> None:
-        input, threads = args[0], torch.get_num_threads()
-        if self._has_conv and args[-1] == 1 and (input.dtype is torch.float32 or input.dtype is torch.float64):
-            weight, conv_bias = args[1], _vector(args[2], args[1].shape[0], input.dtype)
-            arguments, alive = self._arguments(args, weight.shape[0], input.dtype)
-            stride, padding, dilation = args[-4:-1]
-            _C.cpu_conv2d(
-                self._chain, _tensor(input), _tensor(weight), _pointer(conv_bias), stride, padding, dilation,
-                arguments, _tensor(output), threads,
-            )  # fmt: skip
-        else:
-            v = self._source(args, precision)
-            arguments, alive = self._arguments(args, v.shape[1], v.dtype)
-            _C.cpu_chain(self._chain, _tensor(v), arguments, _tensor(output), threads)
-        del alive
+    def cuda_chain(self, v: Tensor, args: Sequence[Any], output: Tensor) -> None:
+        alive: list[Tensor] = []
+        arguments = self._arguments(args, v.shape[1], compute_dtype(v.dtype), alive)
+        device = v.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        _C.cuda_chain(self._chain, _tensor(v), arguments, _tensor(output), device, stream)
 
     def has_cuda(self, device: int) -> bool:
         """Whether a kernel of this build can run on this device. Warns once if the build is why not."""
         return _cuda_is_usable(device) and self._chain in _C.cuda_chains()
-
-    def cuda(self, args: Sequence[Any], precision: str | None, output: Tensor) -> None:
-        v, device = self._source(args, precision), output.get_device()
-        arguments, alive = self._arguments(args, v.shape[1], v.dtype)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        _C.cuda_chain(self._chain, _tensor(v), arguments, _tensor(output), device, stream)
-        del alive
 
 
 @functools.cache

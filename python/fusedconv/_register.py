@@ -1,12 +1,14 @@
 """What torch is told about the operators, and all of it: the only module that uses ``torch.library``.
 
-Every record of ``chains.CHAINS`` gives two operators, ``<chain>`` and ``conv2d_<chain>``, and each operator a private
-``_<operator>_backward``. A call passes these dispatch keys, top to bottom, and so does this file:
+Every record of ``chains.CHAINS`` gives two operators, ``<chain>`` and ``conv2d_<chain>``, and each operator a
+private ``_<operator>_backward``. A call meets these dispatch keys from top to bottom, and so does the reader:
 
-    Autocast   casts what PyTorch's autocast would cast, and says which dtype the unfused chain would give
-    Batched    torch.func.vmap
-    Autograd   records the gradient where one is needed
-    CPU, CUDA  kernels;  Meta: shapes;  other devices (CompositeExplicitAutograd): the plain reference
+    Autocast        casts what PyTorch's autocast would cast; keeps the output dtype of the unfused chain
+    FuncTorchBatched                                         torch.func.vmap
+    Autograd        records the gradient where one is needed
+    CPU, CUDA       kernels
+    Meta            shapes, for fake tensors too
+    other devices   the plain reference (CompositeExplicitAutograd)
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,21 +27,21 @@ from ._launch import Launcher, compute_dtype
 from .chains import CHAINS, CHECKS, Chain, Shape, check_conv, check_image, check_output_dtype
 from .config import check_precision, get_float32_precision
 
-LIBRARY = torch.library.Library("fusedconv", "DEF")
+LIBRARY: Any = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
 
 # The output's memory format follows the input's strides: a compiler must not change them behind our back.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-_AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
-
-Function = Callable[..., Any]
-
-# Gives the gradients of the leaves of a function of them.
-Pullback = Callable[[Callable[..., Tensor], Sequence[Tensor]], Sequence[Tensor]]
-
 _CONV = "SymInt[2] stride=1, SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1"
 _OPTIONS = "*, str? precision=None, ScalarType? output_dtype=None"
 
+_AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+_CPU_ONLY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+Function = Callable[..., Any]
+Look = tuple[Shape, torch.dtype, torch.memory_format]  # what an output looks like
+Pullback = Callable[[Function, Sequence[Tensor]], Sequence[Tensor]]  # gradients of a function's leaves
 
 
 def _define(schema: str) -> Any:
@@ -47,67 +49,26 @@ def _define(schema: str) -> Any:
     return getattr(torch.ops.fusedconv, schema.partition("(")[0]).default
 
 
-def _implement(name: str, *, fake: Function, vmap: Function, autograd: Function, **kernels: Function) -> None:
-    torch.library.register_fake(f"fusedconv::{name}", fake, lib=LIBRARY)
+def _implement(name: str, *, vmap: Function, autograd: Function, fake: Function, **kernels: Function) -> None:
     torch.library.register_vmap(f"fusedconv::{name}", vmap, lib=LIBRARY)
+    torch.library.register_fake(f"fusedconv::{name}", fake, lib=LIBRARY)
     LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
     for key, kernel in kernels.items():
         LIBRARY.impl(name, kernel, key)
 
 
-def _without_autocast(device: str) -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST[device]))
-
-
-
-
-def _without_autocast(device: str) -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST[device]))
-
-
-class Output(NamedTuple):
-    """What the checks find out: how the output looks, without its values."""
-
-    shape: Shape
-    dtype: torch.dtype
-    memory_format: torch.memory_format
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    """What ATen's ``suggest_memory_format`` says: strides grow from channels over width and height to the batch.
-
-    Where sizes of 1 leave it open, strides that fit both formats count as NCHW, as in ATen.
-    """
-    _, channels, height, width = tensor.shape
-    over_batch, over_channels, over_height, over_width = tensor.stride()
-    if over_width < over_channels:  # the usual NCHW; the rest is seldom worth its time
-        return False
-    return bool(
-        0 < over_channels * channels <= over_width
-        and over_width * width <= over_height
-        and over_height * height <= over_batch
-        and over_height * height != over_channels
-    )
-
-
-def _conv_schema(own: str) -> str:
-    """The conv's arguments around the chain's own. conv_bias has a default unless a required argument follows."""
-    required = bool(own) and "=" not in own.split(", ")[0]
-    bias = "Tensor? conv_bias" if required else "Tensor? conv_bias=None"
-    return ", ".join(filter(None, ("Tensor input, Tensor weight", bias, own, _CONV)))
-
-
 class Operator:
-    """One operator. ``args`` are its positional arguments, all of them, in the schema's order."""
+    """One operator.
+
+    ``args`` are all of its positional arguments in the schema's order, ``given`` those that the dispatcher
+    hands over (it leaves out defaults at the end), ``options`` its keywords.
+    """
 
     def __init__(self, chain: Chain, has_conv: bool) -> None:
         self.chain = chain
         self.has_conv = has_conv
         self.name = f"conv2d_{chain.name}" if has_conv else chain.name
-        schema = _conv_schema(chain.arguments) if has_conv else ", ".join(filter(None, ("Tensor input", chain.arguments)))
+        schema = _arguments(chain.arguments, has_conv)
         self.op = _define(f"{self.name}({schema}, {_OPTIONS}) -> Tensor")
 
         arguments = [a for a in self.op._schema.arguments if not a.kwarg_only]
@@ -120,8 +81,8 @@ class Operator:
         self.promoting = [i for i, name in enumerate(names) if name in ("bias", "scale")]
         self.pool = names.index("pool_size") if "pool_size" in names else None
         self.launcher = Launcher(chain, names, has_conv)
+        self.backward = Backward(self, schema)
 
-        self.backward_op = Backward(self, schema).op
         _implement(
             self.name,
             AutocastCPU=partial(self.autocast, "cpu"),
@@ -134,114 +95,112 @@ class Operator:
             CompositeExplicitAutograd=self.plain,
         )
 
-    # ---- autocast ----
+    def autocast(self, device: str, *given: Any, **options: Any) -> Tensor:
+        """Casts what the conv takes, and nothing else.
 
-    def autocast(self, device: str, *given: Any, output_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        """Casts what the conv takes, as PyTorch does, and nothing else.
-
-        The output has the unfused chain's dtype. On the CPU that is what the cast arguments give anyway; on CUDA
-        autocast computes group_norm in float32, and no chain casts back.
+        The output has the unfused chain's dtype: on the CPU the cast arguments give it anyway; on CUDA
+        autocast runs group_norm in float32, and no chain casts back.
         """
-
-        def casts(tensor: Any) -> bool:
-            return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64
-
         args = list(given)
         for i in self.conv_tensors[: len(args)]:
-            if casts(args[i]):
+            if _autocasts(args[i]):
                 args[i] = args[i].to(torch.get_autocast_dtype(device))
-        if output_dtype is None and device == "cuda" and self.chain.has_norm and casts(args[0]):
-            output_dtype = torch.float32
+        if device == "cuda" and self.chain.has_norm and _autocasts(args[0]):
+            options.setdefault("output_dtype", torch.float32)
         with _without_autocast(device):
-            output: Tensor = self.op(*args, output_dtype=output_dtype, **options)
+            output: Tensor = self.op(*args, **options)
         return output
 
-    # ---- torch.func.vmap ----
-
     def vmap(self, info: Any, in_dims: Any, *given: Any, **options: Any) -> tuple[Tensor, int]:
-        """Samples do not see each other, so a mapped input is a larger batch; mapped parameters take a call each."""
+        """Samples do not see each other: a mapped input is a larger batch. Mapped parameters take calls."""
         if in_dims[0] is None or any(in_dims[i] is not None for i in self.tensors[1:] if i < len(given)):
             calls = _unmapped(info.batch_size, in_dims, given)
             return torch.stack([self.op(*args, **options) for args in calls]), 0
         mapped = given[0].movedim(in_dims[0], 0)
-        sample = mapped.new_empty(mapped.shape[1:])
-        self.fake(sample, *given[1:], **options)  # the checks, on the sizes that the caller sees
+        self.fake(
+            mapped.new_empty(mapped.shape[1:]), *given[1:], **options
+        )  # checks the sizes that the caller sees
         output = self.op(mapped.flatten(0, 1), *given[1:], **options)
         return output.unflatten(0, mapped.shape[:2]), 0
 
-    # ---- gradients ----
-
-    def autograd(self, keyset: Any, *given: Any, precision: str | None = None, **options: Any) -> Tensor:
-        tangents = _has_tangent(given)
-        if not tangents and not _needs_gradient(given):
-            return self.below_autograd(keyset, *given, precision=precision, **options)
-        if tangents or torch._C._are_functorch_transforms_active():
-            return self.plain(*given, precision=precision, **options)
-        precision = precision or get_float32_precision()  # backward uses what forward used
-        output: Tensor = _Gradient.apply(self, keyset, {"precision": precision, **options}, *self.complete(given))
+    def autograd(self, keyset: Any, *given: Any, **options: Any) -> Tensor:
+        tangent = _has_tangent(given)
+        if not tangent and not _needs_gradient(given):
+            return self.below_autograd(keyset, *given, **options)
+        if tangent or torch._C._are_functorch_transforms_active():
+            return self.plain(*given, **options)
+        if options.get("precision") is None:
+            options["precision"] = get_float32_precision()  # backward uses what forward used
+        output: Tensor = _record(self, keyset, options, *self.complete(given))
         return output
 
     def below_autograd(self, keyset: Any, *args: Any, **options: Any) -> Tensor:
+        keyset = keyset & _BELOW_AUTOGRAD
+        if keyset == _CPU_ONLY:  # straight on: the dispatcher would convert all arguments there and back
+            return self.cpu(*args, **options)
         with torch._C._AutoDispatchBelowAutograd():
-            output: Tensor = self.op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
+            output: Tensor = self.op.redispatch(keyset, *args, **options)
         return output
 
-    # ---- kernels ----
-
-    def cpu(self, *given: Any, precision: str | None = None, output_dtype: torch.dtype | None = None) -> Tensor:
+    def cpu(self, *given: Any, **options: Any) -> Tensor:
         args = self.complete(given)
-        output = self.check(args, precision, output_dtype).empty(args[0].device)
+        output = _empty(self.look(args, **options), args[0].device)
         if output.numel():
-            self.launcher.cpu(args, precision, output)
+            if self.launcher.is_direct(args):
+                self.launcher.cpu_conv(args, output)
+            else:
+                self.launcher.cpu_chain(self.source(args, options.get("precision")), args, output)
         return output
 
-    def cuda(self, *given: Any, precision: str | None = None, output_dtype: torch.dtype | None = None) -> Tensor:
+    def cuda(self, *given: Any, **options: Any) -> Tensor:
         args = self.complete(given)
         if not self.launcher.has_cuda(args[0].get_device()):
-            return self.plain(*args, precision=precision, output_dtype=output_dtype)
-        output = self.check(args, precision, output_dtype).empty(args[0].device)
+            return self.plain(*args, **options)
+        output = _empty(self.look(args, **options), args[0].device)
         if output.numel():
-            self.launcher.cuda(args, precision, output)
+            self.launcher.cuda_chain(self.source(args, options.get("precision")), args, output)
         return output
 
-    def fake(self, *given: Any, precision: str | None = None, output_dtype: torch.dtype | None = None) -> Tensor:
+    def fake(self, *given: Any, **options: Any) -> Tensor:
         args = self.complete(given)
-        return self.check(args, precision, output_dtype).empty(args[0].device)
+        return _empty(self.look(args, **options), args[0].device)
 
-    def plain(self, *given: Any, precision: str | None = None, output_dtype: torch.dtype | None = None) -> Tensor:
+    def plain(self, *given: Any, **options: Any) -> Tensor:
         """The chain in PyTorch's own operators; differentiable."""
         args = self.complete(given)
-        result = self.check(args, precision, output_dtype)
-        v = self.source(args, precision)
-        return self.after_conv(v, args, result.dtype).contiguous(memory_format=result.memory_format)
+        _, dtype, memory_format = self.look(args, **options)
+        output = self.after_conv(self.source(args, options.get("precision")), args, dtype)
+        if torch._C._are_functorch_transforms_active():  # vmap knows no memory formats
+            return output
+        return output.contiguous(memory_format=memory_format)
 
     def source(self, args: Sequence[Any], precision: str | None) -> Tensor:
         """The conv's output, by PyTorch."""
-        return convolution(*args[:3], *args[-4:], precision) if self.has_conv else args[0]
+        if not self.has_conv:
+            source: Tensor = args[0]
+            return source
+        return convolution(*args[:3], *args[-4:], precision=precision)
 
     def after_conv(self, v: Tensor, args: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """The reference, computed in float32 or wider and rounded once, like the kernels."""
         compute = compute_dtype(v.dtype)
-        own = (a.to(compute) if isinstance(a, Tensor) else a for a in args[self.own])
-        return self.chain.reference(v.to(compute), *own).to(dtype)
-
-    # ---- arguments ----
+        own = [a.to(compute) if isinstance(a, Tensor) else a for a in args[self.own]]
+        v = v.to(compute)
+        if v.is_cpu:
+            v = v.contiguous()  # PyTorch's channels_last group_norm loses digits here
+        return self.chain.reference(v, *own).to(dtype)
 
     def complete(self, given: Sequence[Any]) -> Sequence[Any]:
-        """The dispatcher leaves out trailing arguments that have their default."""
         return given if len(given) == len(self.defaults) else (*given, *self.defaults[len(given) :])
 
-    def check(self, args: Sequence[Any], precision: str | None, output_dtype: torch.dtype | None) -> Output:
-        """Raises where an argument is wrong; else says how the output looks. All kernels and the fake one use it."""
-        check_precision(precision)
+    def look(
+        self, args: Sequence[Any], precision: str | None = None, output_dtype: torch.dtype | None = None
+    ) -> Look:
+        """Raises where an argument is wrong; else says how the output looks. All kernels ask."""
+        if precision is not None:
+            check_precision(precision)
         input = args[0]
-        if self.has_conv:
-            shape = check_conv(*args[:3], *args[-4:])
-            channels_last = _is_channels_last(input) or _is_channels_last(args[1])  # as PyTorch's conv
-        else:
-            check_image("input", input)
-            shape = input.shape
-            channels_last = _is_channels_last(input)
+        shape = check_conv(*args[:3], *args[-4:]) if self.has_conv else check_image(input)
         for i, name, check in self.checks:
             check(name, args[i], shape, input)
 
@@ -253,17 +212,13 @@ class Operator:
             check_output_dtype(output_dtype, dtype)
             dtype = output_dtype
 
-        n, channels, height, width = shape
+        channels_last = _is_channels_last(input, args[1] if self.has_conv else None)
         if self.pool is not None:
             pool = args[self.pool]
-            height, width = height // pool[0], width // pool[1]
+            shape = (shape[0], shape[1], shape[2] // pool[0], shape[3] // pool[1])
         if self.chain.reduces_channels:
-            channels = 1
-        return Output(
-            (n, channels, height, width),
-            dtype,
-            torch.channels_last if channels_last else torch.contiguous_format,
-        )
+            shape = (shape[0], 1, shape[2], shape[3])
+        return shape, dtype, torch.channels_last if channels_last else torch.contiguous_format
 
 
 class _Gradient(torch.autograd.Function):
@@ -275,40 +230,41 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.operator, _, ctx.options, *args = inputs
-        ctx.save_for_backward(*(args[i] for i in ctx.operator.tensors))
+        ctx.operator, _, options, *args = inputs
+        ctx.precision = options["precision"]
+        ctx.save_for_backward(*[args[i] for i in ctx.operator.tensors])
         for i in ctx.operator.tensors:
             args[i] = None
         ctx.args = args
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        places = ctx.operator.tensors
-        args = list(ctx.args)
-        for i, tensor in zip(places, ctx.saved_tensors):
+        places, args, needed = ctx.operator.tensors, list(ctx.args), ctx.needs_input_grad[3:]
+        for i, tensor in zip(places, ctx.saved_tensors, strict=True):
             args[i] = tensor
-        mask = [ctx.needs_input_grad[3 + i] for i in places]
-        gradients = iter(ctx.operator.backward_op(grad, *args, mask, **ctx.options))
-        result: list[Tensor | None] = [None] * (3 + len(args))
-        for i, wanted in zip(places, mask):
-            result[3 + i] = next(gradients) if wanted else None
-        return tuple(result)
+        mask = [needed[i] for i in places]
+        found = iter(ctx.operator.backward.op(grad, *args, mask, precision=ctx.precision))
+        return (None, None, None, *(next(found) if needs else None for needs in needed))
+
+
+# Function.apply binds its arguments by `inspect` and looks for functorch, which has been dealt with: 30 us.
+_record: Any = super(torch.autograd.Function, _Gradient).apply
 
 
 class Backward:
     """``_<operator>_backward(grad, <the operator's arguments>, output_mask) -> Tensor[]``.
 
-    The mask has one entry for each tensor argument. The result holds the gradients that it asks for, each like
-    ``torch.empty_like(argument)``. Everything is recomputed from the reference.
+    The mask has one entry for each tensor argument. The result holds the gradients that it asks for, each
+    like ``torch.empty_like(argument)``. Everything is recomputed from the reference.
     """
 
-    def __init__(self, operator: Operator, arguments: str) -> None:
+    def __init__(self, operator: Operator, schema: str) -> None:
         self.operator = operator
         self.first_own = len(operator.conv_tensors) or 1
-        without_defaults = re.sub("=[^,]*", "", arguments)
         name = f"_{operator.name}_backward"
+        required = re.sub("=[^,]*", "", schema)
         self.op = _define(
-            f"{name}(Tensor grad, {without_defaults}, bool[] output_mask, *, str? precision=None) -> Tensor[]"
+            f"{name}(Tensor grad, {required}, bool[] output_mask, *, str? precision=None) -> Tensor[]"
         )
         _implement(
             name,
@@ -327,22 +283,28 @@ class Backward:
 
     def vmap(self, info: Any, in_dims: Any, *args: Any, **options: Any) -> tuple[list[Tensor], list[int]]:
         calls = [self.op(*sample, **options) for sample in _unmapped(info.batch_size, in_dims, args)]
-        return [torch.stack(gradients) for gradients in zip(*calls)], [0] * len(calls[0])
+        gradients = [torch.stack(samples) for samples in zip(*calls, strict=True)]
+        return gradients, [0] * len(gradients)
 
     def autograd(self, keyset: Any, *args: Any, **options: Any) -> list[Tensor]:
         if _needs_gradient(args) or _has_tangent(args):
             return self.again(*args, **options)
         with torch._C._AutoDispatchBelowAutograd():
-            result: list[Tensor] = self.op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
+            result: list[Tensor] = self.op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
         return result
 
     def again(self, grad: Tensor, *args: Any, precision: str | None = None) -> list[Tensor]:
         """Differentiable: torch.func.vjp leaves the arguments' own history in place, for double backward."""
-        return self.gradients(lambda f, leaves: torch.func.vjp(f, *leaves)[1](grad), grad, args, precision)
+
+        def pullback(function: Function, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+            gradients: Sequence[Tensor] = torch.func.vjp(function, *leaves)[1](grad)
+            return gradients
+
+        return self.gradients(pullback, grad, args, precision)
 
     def kernel(self, grad: Tensor, *args: Any, precision: str | None = None) -> list[Tensor]:
-        def pullback(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-            # We stand below autograd; the recomputation records all the same.
+        def pullback(function: Function, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+            # This stands below autograd; the recomputation is recorded all the same.
             with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
                 leaves = [leaf.detach().requires_grad_() for leaf in leaves]
                 return torch.autograd.grad(function(*leaves), leaves, grad)
@@ -351,13 +313,13 @@ class Backward:
         if grad.numel() == 0:
             return [torch.zeros_like(argument) for argument in wanted]
         gradients = self.gradients(pullback, grad, args, precision)
-        return [_laid_out_like(argument, gradient) for argument, gradient in zip(wanted, gradients)]
+        return [_laid_out_like(a, gradient) for a, gradient in zip(wanted, gradients, strict=True)]
 
     def fake(self, grad: Tensor, *args: Any, precision: str | None = None) -> list[Tensor]:
         return [torch.empty_like(argument) for argument in self.wanted(args)]
 
     def wanted(self, args: Sequence[Any]) -> list[Tensor]:
-        return [args[i] for i, wants in zip(self.operator.tensors, args[-1]) if wants]
+        return [args[i] for i, wants in zip(self.operator.tensors, args[-1], strict=True) if wants]
 
     def gradients(
         self, pullback: Pullback, grad: Tensor, args: Sequence[Any], precision: str | None
@@ -365,30 +327,71 @@ class Backward:
         """The chain's vector-Jacobian product, then the conv's."""
         operator = self.operator
         *args, mask = args
-        wanted = [i for i, wants in zip(operator.tensors, mask) if wants]
+        wanted = [i for i, wants in zip(operator.tensors, mask, strict=True) if wants]
         own = [i for i in wanted if i >= self.first_own]
-        through_v = len(own) < len(wanted)  # v is the conv's output
         v = operator.source(args, precision)
+        through_v = len(own) < len(wanted)
 
         def chain(*leaves: Tensor) -> Tensor:
             values = list(args)
-            for i, leaf in zip(reversed(own), reversed(leaves)):
+            for i, leaf in zip(own, leaves, strict=False):
                 values[i] = leaf
-            return operator.after_conv(leaves[0] if through_v else v, values, grad.dtype)
+            return operator.after_conv(leaves[-1] if through_v else v, values, grad.dtype)
 
-        leaves = [v] * through_v + [args[i] for i in own]
+        leaves = [args[i] for i in own] + ([v] if through_v else [])
         found = list(pullback(chain, leaves))
-        by_place = dict(zip(reversed(own), reversed(found)))
-        if through_v and operator.has_conv:
-            conv_mask = [i in wanted for i in range(3)]
-            through_conv = convolution_backward(found[0], args[0], args[1], *args[-4:], precision, conv_mask)
-            by_place |= dict(enumerate(through_conv))
+        gradients: dict[int, Any] = dict(zip(own, found, strict=False))
+        if not operator.has_conv:
+            gradients[0] = found[-1]
         elif through_v:
-            by_place[0] = found[0]
-        return [by_place[i] for i in wanted]
+            conv_mask = [i in wanted for i in operator.conv_tensors]
+            conv_gradients = convolution_backward(
+                found[-1], args[0], args[1], *args[-4:], precision=precision, mask=conv_mask
+            )
+            gradients |= enumerate(conv_gradients)
+        return [gradients[i] for i in wanted]
 
 
-# ---- helpers -----------------------------------------------------------------------------------------------------
+# ---- helpers ----
+
+
+def _arguments(own: str, has_conv: bool) -> str:
+    """The schema: the conv's arguments around the chain's own."""
+    if not has_conv:
+        return f"Tensor input, {own}".rstrip(", ")
+    required = bool(own) and "=" not in own.split(", ")[0]  # no default may stand before it
+    conv_bias = "Tensor? conv_bias" if required else "Tensor? conv_bias=None"
+    return ", ".join(filter(None, ("Tensor input, Tensor weight", conv_bias, own, _CONV)))
+
+
+def _empty(look: Look, device: torch.device) -> Tensor:
+    shape, dtype, memory_format = look
+    return torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+
+
+def _is_channels_last(input: Tensor, weight: Tensor | None) -> bool:
+    """What ATen's ``suggest_memory_format`` says: strides grow from channel over width and height to batch.
+
+    A map of one channel or one pixel has no format of its own; the weight's decides, as in PyTorch's conv.
+    """
+    over_batch, over_channels, over_height, over_width = input.stride()
+    if over_width < over_channels:  # the usual NCHW; the rest is seldom worth its time
+        return False
+    _, channels, height, width = input.shape
+    if weight is not None and (channels == 1 or (height == 1 and width == 1)):
+        return _is_channels_last(weight, None)
+    return bool(
+        0 < over_channels * channels <= over_width
+        and over_width * width <= over_height
+        and over_height * height <= over_batch
+        and over_height * height != over_channels  # all alike: NCHW, as in ATen
+    )
+
+
+def _laid_out_like(argument: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.stride() == argument.stride():
+        return gradient
+    return torch.empty_like(argument).copy_(gradient)
 
 
 def _needs_gradient(args: Sequence[Any]) -> bool:
@@ -398,24 +401,32 @@ def _needs_gradient(args: Sequence[Any]) -> bool:
 def _has_tangent(args: Sequence[Any]) -> bool:
     """Whether forward-mode differentiation is on and one of the tensors takes part in it."""
     return forward_ad._current_level >= 0 and any(
-        isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args
+        isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None  # type: ignore[no-untyped-call]
+        for a in args
     )
+
+
+def _autocasts(tensor: Any) -> bool:
+    """Whether autocast touches it: of the floating-point tensors, all but float64."""
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64
+
+
+def _without_autocast(device: str) -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST[device]))
 
 
 def _unmapped(batch_size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Iterator[list[Any]]:
     """The arguments of each of the calls that torch.func.vmap stands for."""
     for sample in range(batch_size):
-        yield [a.select(dim, sample) if isinstance(dim, int) else a for a, dim in zip(args, in_dims)]
-
-
-def _laid_out_like(argument: Tensor, gradient: Tensor) -> Tensor:
-    if gradient.stride() == argument.stride():
-        return gradient
-    return torch.empty_like(argument).copy_(gradient)
+        yield [
+            a.select(dim, sample) if isinstance(dim, int) else a for a, dim in zip(args, in_dims, strict=True)
+        ]
 
 
 OPERATORS = {
     operator.name: operator
     for chain in CHAINS
-    for operator in [Operator(chain, has_conv=False), *([Operator(chain, has_conv=True)] if chain.has_conv else [])]
+    for operator in [
+        Operator(chain, has_conv) for has_conv in ((False, True) if chain.has_conv else (False,))
+    ]
 }

@@ -1,10 +1,11 @@
 """The chains: one record each, and what their arguments must be.
 
-A chain is what follows a Conv2d. Its record names its arguments and gives the plain-PyTorch reference; everything else
-(schemas, checks, shapes, gradients, autocast, vmap, launch) follows from the arguments' names.
+A chain is what follows a Conv2d. Its record names its arguments and gives the plain-PyTorch reference;
+everything else (schemas, checks, shapes, gradients, autocast, vmap, launch) follows from the arguments'
+names.
 
-References: PyTorch's documentation of ``relu``, ``hardswish``, ``sigmoid``, ``tanh``, ``group_norm``, ``max_pool2d``,
-``clamp`` and ``logsumexp``; ids 57, 21, 85 and 92 of KernelBench, level 2.
+References: PyTorch's documentation of ``relu``, ``hardswish``, ``sigmoid``, ``tanh``, ``group_norm``,
+``max_pool2d``, ``clamp`` and ``logsumexp``; ids 57, 21, 85 and 92 of KernelBench, level 2.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class Chain:
     """The steps after a conv.
 
-    ``reference(v, *arguments)`` is the definition: ``v`` is the conv's output ``[N, C, H, W]``, and all tensors are
-    float32, or all are float64. It must be differentiable twice.
+    ``reference(v, *arguments)`` is the definition: ``v`` is the conv's output ``[N, C, H, W]``, and all
+    tensors are float32, or all are float64. It must be differentiable twice.
     """
 
     name: str
-    arguments: str  # schema text of the chain's own arguments; their names decide how they are checked and passed on
+    arguments: (
+        str  # schema text of the chain's own arguments; their names decide how they are checked and passed on
+    )
     reference: Callable[..., Tensor]
     reduces_channels: bool = False  # the output has one channel
     has_conv: bool = True  # there is an operator conv2d_<name> too
@@ -74,7 +77,7 @@ def _group_norm_scale_max_pool_clamp(
     norm_bias: Tensor | None,
     eps: float,
     scale: Tensor,
-    pool_size: Sequence[int],
+    pool_size: list[int],
     clamp_min: float | None,
     clamp_max: float | None,
 ) -> Tensor:
@@ -99,8 +102,8 @@ CHAINS = (
     ),
     Chain(
         "group_norm_scale_max_pool_clamp",
-        "SymInt num_groups, Tensor? norm_weight, Tensor? norm_bias, float eps, Tensor scale, SymInt[2] pool_size, "
-        "float? clamp_min=None, float? clamp_max=None",
+        "SymInt num_groups, Tensor? norm_weight, Tensor? norm_bias, float eps, Tensor scale, "
+        "SymInt[2] pool_size, float? clamp_min=None, float? clamp_max=None",
         _group_norm_scale_max_pool_clamp,
     ),
     Chain(
@@ -112,42 +115,43 @@ CHAINS = (
 )
 
 
-# ---- checks ------------------------------------------------------------------------------------------------------
+# ---- checks ----
 #
-# Real and fake operators run these same functions, so their errors are the same. As in PyTorch's conv the errors are
-# RuntimeErrors; two are ValueErrors, an unknown precision and F.group_norm's "more than 1 value per channel".
-# Sizes may be symbolic: no check may tie the batch, the height or the width to a number.
+# Real and fake operators run these same functions, so their errors are the same. As in PyTorch's conv the
+# errors are RuntimeErrors; two are ValueErrors, an unknown precision and F.group_norm's "more than 1 value
+# per channel". Sizes may be symbolic: no check may tie the batch, the height or the width to a number.
+# Every eager call pays for them: conditions stand in line, and what it takes to word an error stands apart.
 
 
 def _must(condition: bool, message: str) -> None:
-    """Raises unless the condition holds; a condition on sizes that are not known yet becomes a run-time check."""
-    torch._check(condition, lambda: message)
+    """Raises unless the condition holds; a condition on unknown sizes becomes a run-time check."""
+    torch._check(condition, lambda: message)  # type: ignore[no-untyped-call]
 
 
-def check_image(name: str, image: Tensor) -> None:
-    """A tensor [N, C, H, W] of a dtype that we compute in."""
-    if image.dim() != 4:
-        raise RuntimeError(f"{name} must have 4 dimensions [N, C, H, W], but has shape {list(image.shape)}")
-    if image.dtype not in DTYPES:
-        raise RuntimeError(f"{name} must be float32, float64, bfloat16 or float16, but is {image.dtype}")
-    if image.shape[1] == 0:
-        raise RuntimeError(f"{name} must have at least one channel, but has shape {list(image.shape)}")
-
-
-def _check_kin(name: str, tensor: Tensor, input: Tensor, or_float32: bool) -> None:
-    """A tensor that goes with ``input``: on its device, of its dtype or else, where allowed, float32."""
+def _wrong_kin(name: str, tensor: Tensor, input: Tensor, or_float32: bool) -> RuntimeError:
+    """A tensor that goes with ``input`` must have its device, and its dtype or, where allowed, float32."""
     if tensor.dtype is not input.dtype and not (or_float32 and tensor.dtype is torch.float32):
         allowed = f"{input.dtype} or torch.float32" if or_float32 else f"{input.dtype}"
-        raise RuntimeError(f"{name} must be {allowed} to go with input, but is {tensor.dtype}")
-    if tensor.device != input.device:
-        raise RuntimeError(f"{name} is on {tensor.device}, but input is on {input.device}; they must be on one device")
+        return RuntimeError(f"{name} must be {allowed} to go with input, but is {tensor.dtype}")
+    return RuntimeError(
+        f"{name} is on {tensor.device}, but input is on {input.device}; they must be on one device"
+    )
 
 
-def _check_pair(name: str, pair: Sequence[int], least: int) -> None:
-    if len(pair) != 2:
-        raise RuntimeError(f"{name} must have two values, but is {list(pair)}")
-    if pair[0] < least or pair[1] < least:
-        raise RuntimeError(f"{name} must be at least {least}, but is {list(pair)}")
+def _wrong_pair(name: str, pair: Sequence[int], least: int) -> RuntimeError:
+    return RuntimeError(f"{name} must have two values, each at least {least}, but is {list(pair)}")
+
+
+def check_image(input: Tensor) -> Shape:
+    """The input: a tensor [N, C, H, W] of a dtype that we compute in. Gives its shape."""
+    shape = input.shape
+    if len(shape) != 4:
+        raise RuntimeError(f"input must have 4 dimensions [N, C, H, W], but has shape {list(shape)}")
+    if input.dtype not in DTYPES:
+        raise RuntimeError(f"input must be float32, float64, bfloat16 or float16, but is {input.dtype}")
+    if shape[1] == 0:
+        raise RuntimeError(f"input must have at least one channel, but has shape {list(shape)}")
+    return shape
 
 
 def check_conv(
@@ -159,35 +163,43 @@ def check_conv(
     dilation: Sequence[int],
     groups: int,
 ) -> Shape:
-    """The shape of the conv's output."""
-    check_image("input", input)
-    n, channels, height, width = input.shape
-    _check_kin("weight", weight, input, or_float32=False)
-    if weight.dim() != 4:
+    """The conv's arguments. Gives the shape of its output."""
+    n, channels, height, width = check_image(input)
+    dtype, device = input.dtype, input.device
+    if weight.dtype is not dtype or weight.device != device:
+        raise _wrong_kin("weight", weight, input, or_float32=False)
+    shape = weight.shape
+    if len(shape) != 4:
         raise RuntimeError(
-            f"weight must have 4 dimensions [C_out, C_in / groups, KH, KW], but has shape {list(weight.shape)}"
+            f"weight must have 4 dimensions [C_out, C_in / groups, KH, KW], but has shape {list(shape)}"
         )
-    out_channels, in_channels, kernel_h, kernel_w = weight.shape
+    out_channels, in_channels, kernel_h, kernel_w = shape
     if out_channels < 1 or kernel_h < 1 or kernel_w < 1:
         raise RuntimeError(
-            f"weight must have an output channel and a kernel of 1 x 1 or more, but has shape {list(weight.shape)}"
+            f"weight must have an output channel and a kernel of 1 x 1 or more, but has shape {list(shape)}"
         )
     if groups < 1 or out_channels % groups:
         raise RuntimeError(
-            f"groups must be at least 1 and divide the {out_channels} output channels of weight, but is {groups}"
+            f"groups must be at least 1 and divide weight's {out_channels} output channels, but is {groups}"
         )
     if channels != in_channels * groups:
         raise RuntimeError(
-            f"weight of shape {list(weight.shape)} with groups={groups} takes {in_channels * groups} input channels, "
-            f"but input has shape {list(input.shape)}"
+            f"weight of shape {list(shape)} with groups={groups} takes {in_channels * groups} input channels,"
+            f" but input has shape {list(input.shape)}"
         )
     if conv_bias is not None:
-        _check_kin("conv_bias", conv_bias, input, or_float32=False)
+        if conv_bias.dtype is not dtype or conv_bias.device != device:
+            raise _wrong_kin("conv_bias", conv_bias, input, or_float32=False)
         if conv_bias.shape != (out_channels,):
-            raise RuntimeError(f"conv_bias must have shape [{out_channels}], but has shape {list(conv_bias.shape)}")
-    _check_pair("stride", stride, 1)
-    _check_pair("padding", padding, 0)
-    _check_pair("dilation", dilation, 1)
+            raise RuntimeError(
+                f"conv_bias must have shape [{out_channels}], but has shape {list(conv_bias.shape)}"
+            )
+    if len(stride) != 2 or stride[0] < 1 or stride[1] < 1:
+        raise _wrong_pair("stride", stride, 1)
+    if len(padding) != 2 or padding[0] < 0 or padding[1] < 0:
+        raise _wrong_pair("padding", padding, 0)
+    if len(dilation) != 2 or dilation[0] < 1 or dilation[1] < 1:
+        raise _wrong_pair("dilation", dilation, 1)
 
     spare_h = height + 2 * padding[0] - dilation[0] * (kernel_h - 1) - 1
     spare_w = width + 2 * padding[1] - dilation[1] * (kernel_w - 1) - 1
@@ -195,8 +207,8 @@ def check_conv(
         if fits is not True:
             _must(
                 fits,
-                f"weight of shape {list(weight.shape)} with dilation {list(dilation)} is a kernel larger than the padded "
-                f"input: input has shape {list(input.shape)}, padding is {list(padding)}",
+                f"weight of shape {list(shape)} with dilation {list(dilation)} is a kernel larger than the "
+                f"padded input: input has shape {list(input.shape)}, padding is {list(padding)}",
             )
     return n, out_channels, spare_h // stride[0] + 1, spare_w // stride[1] + 1
 
@@ -208,17 +220,24 @@ Check = Callable[[str, Any, Shape, Tensor], None]
 def _check_per_channel(name: str, vector: Tensor | None, shape: Shape, input: Tensor) -> None:
     if vector is None:
         return
-    _check_kin(name, vector, input, or_float32=True)
+    if vector.dtype not in (input.dtype, torch.float32) or vector.device != input.device:
+        raise _wrong_kin(name, vector, input, or_float32=True)
     if vector.shape != (shape[1],):
         raise RuntimeError(f"{name} must have shape [{shape[1]}], but has shape {list(vector.shape)}")
 
 
 def _check_broadcast(name: str, tensor: Tensor, shape: Shape, input: Tensor) -> None:
-    _check_kin(name, tensor, input, or_float32=True)
+    if tensor.dtype not in (input.dtype, torch.float32) or tensor.device != input.device:
+        raise _wrong_kin(name, tensor, input, or_float32=True)
     channels, given = shape[1], tensor.shape
-    if given != (channels, 1, 1) and given != (1, channels, 1, 1) and (tensor.numel() != 1 or tensor.dim() > 4):
+    if (
+        given != (channels, 1, 1)
+        and given != (1, channels, 1, 1)
+        and (tensor.numel() != 1 or tensor.dim() > 4)
+    ):
         raise RuntimeError(
-            f"{name} must have one value, or one a channel as shape [{channels}, 1, 1], but has shape {list(given)}"
+            f"{name} must have one value, or one a channel as shape [{channels}, 1, 1], but has shape "
+            f"{list(given)}"
         )
 
 
@@ -235,8 +254,9 @@ def _check_num_groups(name: str, groups: int, shape: Shape, input: Tensor) -> No
 
 
 def _check_pool_size(name: str, pool: Sequence[int], shape: Shape, input: Tensor) -> None:
-    _check_pair(name, pool, 1)
-    for window, size in zip(pool, shape[2:]):
+    if len(pool) != 2 or pool[0] < 1 or pool[1] < 1:
+        raise _wrong_pair(name, pool, 1)
+    for window, size in zip(pool, shape[2:], strict=True):
         if (fits := window <= size) is not True:
             _must(fits, f"{name} must be at most the map's {shape[2]} x {shape[3]}, but is {list(pool)}")
 

@@ -22,7 +22,8 @@ def check_precision(precision: str | None) -> None:
 def set_float32_precision(precision: str) -> None:
     """How the convs of float32 inputs multiply, for the whole process.
 
-    - ``"default"``: our own conv kernels are exact; a conv that PyTorch runs follows PyTorch's own TF32 flags.
+    - ``"default"``: our own conv kernels are exact; a conv that PyTorch runs follows PyTorch's own TF32
+      flags.
     - ``"ieee"``: exact, whoever runs the conv.
     - ``"tf32"``: one product of TF32 precision (where the machine has it), whoever runs the conv.
 
@@ -43,7 +44,7 @@ def get_float32_precision() -> str:
     return _precision
 
 
-class float32_precision:
+class float32_precision:  # noqa: N801 (used like a function)
     """Context manager that sets the precision inside the block, and restores it after.
 
     Raises:
@@ -68,12 +69,13 @@ def _cuda_devices() -> str:
     if not torch.cuda.is_available():
         return "none"
     return "; ".join(
-        f"{torch.cuda.get_device_name(i)} ({_C.cuda_status(i) or 'usable'})" for i in range(torch.cuda.device_count())
+        f"{torch.cuda.get_device_name(i)} ({_C.cuda_status(i) or 'usable'})"
+        for i in range(torch.cuda.device_count())
     )
 
 
 def show_config() -> str:
-    """The build and the machine, one fact a line. Looks at the GPUs, which initialises CUDA where there is a GPU."""
+    """The build and the machine, one fact a line. Initialises CUDA where there is a GPU."""
     facts = {
         "fusedconv": version("fusedconv"),
         "torch": torch.__version__,

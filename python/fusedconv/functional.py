@@ -1,11 +1,12 @@
 """The operators as functions. ``torch.ops.fusedconv`` has the same names and arguments.
 
-Common to all: ``input`` is ``[N, C, H, W]`` in float32, float64, bfloat16 or float16, of any strides; the output has
-its memory format. ``weight`` (``[C_out, C_in / groups, KH, KW]``) and ``conv_bias`` (``[C_out]``) have the input's
-dtype; all other parameters have that or float32. ``bias`` and ``scale`` have one value, or one a channel as
-``[C, 1, 1]``; ``norm_weight`` and ``norm_bias`` have shape ``[C]``. The output has the dtype that the unfused chain
-gives. ``stride``, ``padding``, ``dilation`` and ``groups`` are the conv's; ``num_groups`` is always the group norm's.
-``precision`` is ``"default"``, ``"ieee"`` or ``"tf32"``; without it :func:`fusedconv.set_float32_precision` counts.
+Common to all: ``input`` is ``[N, C, H, W]`` in float32, float64, bfloat16 or float16, of any strides; the
+output has its memory format. ``weight`` (``[C_out, C_in / groups, KH, KW]``) and ``conv_bias``
+(``[C_out]``) have the input's dtype; all other parameters have that or float32. ``bias`` and ``scale`` have
+one value, or one a channel as ``[C, 1, 1]``; ``norm_weight`` and ``norm_bias`` have shape ``[C]``. The
+output has the dtype that the unfused chain gives. ``stride``, ``padding``, ``dilation`` and ``groups`` are
+the conv's; ``num_groups`` is always the group norm's. ``precision`` is ``"default"``, ``"ieee"`` or
+``"tf32"``; without it :func:`fusedconv.set_float32_precision` counts.
 
 The functions named ``conv2d_...`` run the conv and the chain; those without run the chain on a conv's output.
 
@@ -41,7 +42,14 @@ Pair = int | Sequence[int]
 
 
 def _pair(size: Pair) -> Sequence[int]:
-    return size if isinstance(size, (tuple, list)) else [size, size]
+    return size if isinstance(size, Sequence) else (size, size)
+
+
+def _geometry(stride: Pair, padding: Pair, dilation: Pair, groups: int) -> tuple[Pair, ...]:
+    """The conv's last arguments; none where all are defaults, which a call then need not carry."""
+    if stride == dilation == groups == 1 and padding == 0:
+        return ()
+    return _pair(stride), _pair(padding), _pair(dilation), groups
 
 
 def _or_setting(precision: str | None) -> str:
@@ -60,15 +68,12 @@ def conv2d_relu_hardswish(
     *,
     precision: str | None = None,
 ) -> Tensor:
-    """``y = r * clamp((r + 3) / 6, 0, 1)`` with ``r = relu(v)``, ``v = conv2d(input, weight, conv_bias)``. Output: the shape of ``v``."""
+    """With ``v`` the conv, ``r = relu(v)``: ``y = r * clamp((r + 3) / 6, 0, 1)``, of the shape of ``v``."""
     output: Tensor = _ops.conv2d_relu_hardswish(
         input,
         weight,
         conv_bias,
-        _pair(stride),
-        _pair(padding),
-        _pair(dilation),
-        groups,
+        *_geometry(stride, padding, dilation, groups),
         precision=_or_setting(precision),
     )
     return output
@@ -91,7 +96,7 @@ def conv2d_bias_scale_sigmoid_group_norm(
     *,
     precision: str | None = None,
 ) -> Tensor:
-    """With ``v = conv2d(input, weight, conv_bias)``: ``y = group_norm(sigmoid((v + bias) * scale))``. Output: the shape of ``v``."""
+    """With ``v`` the conv: ``y = group_norm(sigmoid((v + bias) * scale))``. Output: the shape of ``v``."""
     output: Tensor = _ops.conv2d_bias_scale_sigmoid_group_norm(
         input,
         weight,
@@ -102,10 +107,7 @@ def conv2d_bias_scale_sigmoid_group_norm(
         norm_weight,
         norm_bias,
         eps,
-        _pair(stride),
-        _pair(padding),
-        _pair(dilation),
-        groups,
+        *_geometry(stride, padding, dilation, groups),
         precision=_or_setting(precision),
     )
     return output
@@ -130,9 +132,10 @@ def conv2d_group_norm_scale_max_pool_clamp(
     *,
     precision: str | None = None,
 ) -> Tensor:
-    """With ``v = conv2d(input, weight, conv_bias)``: ``y = clamp(max_pool2d(group_norm(v) * scale, pool_size), clamp_min, clamp_max)``.
+    """With ``v`` the conv: ``y = clamp(max_pool2d(group_norm(v) * scale, pool_size), clamp_min, clamp_max)``.
 
-    Output ``[N, C, H // pool_h, W // pool_w]`` with ``H, W`` the map of ``v``. A bound of None does not clamp."""
+    Output ``[N, C, H // pool_h, W // pool_w]`` with ``H, W`` the map of ``v``. None is no bound.
+    """
     output: Tensor = _ops.conv2d_group_norm_scale_max_pool_clamp(
         input,
         weight,
@@ -145,10 +148,7 @@ def conv2d_group_norm_scale_max_pool_clamp(
         _pair(pool_size),
         clamp_min,
         clamp_max,
-        _pair(stride),
-        _pair(padding),
-        _pair(dilation),
-        groups,
+        *_geometry(stride, padding, dilation, groups),
         precision=_or_setting(precision),
     )
     return output
@@ -169,7 +169,10 @@ def conv2d_group_norm_tanh_hardswish_logsumexp(
     *,
     precision: str | None = None,
 ) -> Tensor:
-    """With ``v = conv2d(input, weight, conv_bias)``: ``y = logsumexp(v + hardswish(tanh(group_norm(v))), dim=1, keepdim=True)``. Output ``[N, 1, H, W]``."""
+    """With ``v`` the conv: ``y = logsumexp(v + hardswish(tanh(group_norm(v))), dim=1, keepdim=True)``.
+
+    Output ``[N, 1, H, W]`` with ``H, W`` the map of ``v``.
+    """
     output: Tensor = _ops.conv2d_group_norm_tanh_hardswish_logsumexp(
         input,
         weight,
@@ -178,10 +181,7 @@ def conv2d_group_norm_tanh_hardswish_logsumexp(
         norm_weight,
         norm_bias,
         eps,
-        _pair(stride),
-        _pair(padding),
-        _pair(dilation),
-        groups,
+        *_geometry(stride, padding, dilation, groups),
         precision=_or_setting(precision),
     )
     return output
@@ -242,7 +242,8 @@ def group_norm_scale_max_pool_clamp(
 ) -> Tensor:
     """``y = clamp(max_pool2d(group_norm(input) * scale, pool_size), clamp_min, clamp_max)``.
 
-    Output ``[N, C, H // pool_h, W // pool_w]`` with ``H, W`` the map of ``input``. A bound of None does not clamp."""
+    Output ``[N, C, H // pool_h, W // pool_w]`` with ``H, W`` the map of ``input``. None is no bound.
+    """
     output: Tensor = _ops.group_norm_scale_max_pool_clamp(
         input,
         num_groups,
@@ -267,7 +268,10 @@ def group_norm_tanh_hardswish_logsumexp(
     *,
     precision: str | None = None,
 ) -> Tensor:
-    """``y = logsumexp(input + hardswish(tanh(group_norm(input))), dim=1, keepdim=True)``. Output ``[N, 1, H, W]``."""
+    """``y = logsumexp(input + hardswish(tanh(group_norm(input))), dim=1, keepdim=True)``.
+
+    Output ``[N, 1, H, W]``.
+    """
     output: Tensor = _ops.group_norm_tanh_hardswish_logsumexp(
         input, num_groups, norm_weight, norm_bias, eps, precision=_or_setting(precision)
     )
