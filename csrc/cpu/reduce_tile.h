@@ -19,7 +19,7 @@ FUSEDCONV_INLINE void transform(T* data, int64_t count, const Stage& stage) {
 // Each reduce_tile gives the place in the output of what it left in the tile.
 template <class Chain, class T>
 Place reduce_tile(Store, const Place& place, const Tile<T>& tile, const Channel<T>* channels,
-                  const Arguments&, int64_t) {
+                  const Arguments&, int64_t, T*) {
   for (int64_t c = 0; c < place.channels; ++c) {
     const Channel<T> channel = channels[c];
     transform(tile.data + c * tile.plane, place.rows * tile.pitch, [&](Vector<T> x) {
@@ -28,6 +28,13 @@ Place reduce_tile(Store, const Place& place, const Tile<T>& tile, const Channel<
     });
   }
   return place;
+}
+
+// Elements of the row buffer that a reduction needs. Whole vectors are written into it, past the last column,
+// and the sliding maximum reads a window further.
+template <class T>
+FUSEDCONV_INLINE int64_t row_buffer_elements(int64_t cols) {
+  return 2 * round_up(cols, kLanes<T>) + kLanes<T>;
 }
 
 // row[i] becomes the maximum of row[i] to row[i + width - 1], by doubling: a maximum of 2n is one of two of
@@ -44,7 +51,7 @@ void sliding_maximum(T* row, int64_t count, int64_t width) {
 
 template <class Chain, class T>
 Place reduce_tile(MaxPool, const Place& place, const Tile<T>& tile, const Channel<T>* channels,
-                  const Arguments& arguments, int64_t cols) {
+                  const Arguments& arguments, int64_t cols, T* row) {
   const int64_t window_rows = arguments.pool[0];
   const int64_t window_cols = arguments.pool[1];
   const int64_t rows = place.rows / window_rows;
@@ -53,19 +60,20 @@ Place reduce_tile(MaxPool, const Place& place, const Tile<T>& tile, const Channe
     const Channel<T> channel = channels[c];
     T* plane = tile.data + c * tile.plane;
     for (int64_t r = 0; r < rows; ++r) {
-      // Down the window into its first row, then along it; pooled row r overwrites rows that are used up.
-      T* window = plane + r * window_rows * tile.pitch;
+      // Down the windows, then along them.
+      const T* window = plane + r * window_rows * tile.pitch;
       for (int64_t w = 0; w < cols; w += kLanes<T>) {
         Vector<T> most = Chain::pointwise(load(window + w), channel);
         for (int64_t k = 1; k < window_rows; ++k) {
           most = maximum(most, Chain::pointwise(load(window + k * tile.pitch + w), channel));
         }
-        store(window + w, most);
+        store(row + w, most);
       }
-      sliding_maximum(window, cols, window_cols);
-      T* pooled = plane + r * tile.pitch;
-      for (int64_t w = 0; w < pooled_cols; ++w) pooled[w] = window[w * window_cols];
-      transform(pooled, pooled_cols, [&](Vector<T> x) { return Chain::Final::value(x, x, channel); });
+      sliding_maximum(row, cols, window_cols);
+      for (int64_t w = 0; w < pooled_cols; ++w) row[w] = row[w * window_cols];
+      transform(row, pooled_cols, [&](Vector<T> x) { return Chain::Final::value(x, x, channel); });
+      // Pooled row r lies where all rows have been read.
+      std::memcpy(plane + r * tile.pitch, row, size_t(pooled_cols) * sizeof(T));
     }
   }
   return {place.sample, place.channel, place.channels, place.row / window_rows, rows};
@@ -73,7 +81,7 @@ Place reduce_tile(MaxPool, const Place& place, const Tile<T>& tile, const Channe
 
 template <class Chain, class T>
 Place reduce_tile(ChannelLogSumExp, const Place& place, const Tile<T>& tile, const Channel<T>* channels,
-                  const Arguments&, int64_t) {
+                  const Arguments&, int64_t, T*) {
   const Vector<T> infinity = Vector<T>{} + T(__builtin_inf());
   for (int64_t i = 0; i < place.rows * tile.pitch; i += kLanes<T>) {
     Vector<T> most = -infinity;

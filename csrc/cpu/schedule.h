@@ -92,8 +92,9 @@ class Schedule {
         problem_(problem),
         plan_(make_plan<Chain, T>(source, problem.arguments, problem.output, threads)),
         plane_(source.plane(plan_.tile_rows)),
-        tile_elements_(plan_.unit_channels * plane_),
-        source_elements_(round_up(source.prepare(plan_.tile_rows), kLanes<T>)),
+        tile_elements_(plan_.unit_channels * plane_ + kLanes<T>),  // the last row is read in whole vectors
+        row_elements_(row_buffer_elements<T>(source.cols)),
+        scratch_elements_(row_elements_ + round_up(source.prepare(plan_.tile_rows), kLanes<T>)),
         keeps_(Chain::kNeedsStatistics && !source.is_cheap() &&
                plan_.tiles_per_unit * tile_elements_ * int64_t(sizeof(T)) <= kKeepBytes),
         streams_(element_count(problem.output) * int64_t(sizeof(T)) >= kStreamBytes),
@@ -114,12 +115,6 @@ class Schedule {
   }
 
  private:
-  // A thread's own memory: the source's scratch, then one tile or all tiles of a unit.
-  struct Memory {
-    T* scratch;
-    T* tiles;
-  };
-
   // A unit's memory between its statistics and the rest.
   struct Unit {
     int64_t sample;
@@ -148,7 +143,7 @@ class Schedule {
 
   // v, or Pre(v) where Post does not want v back.
   void fill(const Place& place, const Tile<T>& tile, T* scratch) const {
-    source_.load(place, tile, scratch);
+    source_.load(place, tile, scratch + row_elements_);
     if constexpr (!Chain::kKeepsConv) {
       for (int64_t c = 0; c < place.channels; ++c) {
         const Channel<T> channel = channels_[place.channel + c];
@@ -198,26 +193,26 @@ class Schedule {
       const Place part{where.sample, where.channel + c, step, where.row, where.rows};
       const Tile<T> part_tile{tile.data + c * plane_, plane_, tile.pitch};
       const Place to = reduce_tile<Chain>(typename Chain::Reduce{}, part, part_tile, unit.parameters + c,
-                                          problem_.arguments, source_.cols);
+                                          problem_.arguments, source_.cols, scratch);
       store_tile(to, part_tile, problem_.output, streams_);
     }
     if (streams_) stream_fence();
   }
 
   void run_in_one_pass(int64_t units) const {
-    const Buffer<T> memory(plan_.threads * (source_elements_ + tile_elements_));
+    const Buffer<T> memory(plan_.threads * (scratch_elements_ + tile_elements_));
     parallel_for(units * plan_.tiles_per_unit, plan_.threads, [&](int64_t i, int worker) {
-      T* scratch = memory.data() + worker * (source_elements_ + tile_elements_);
+      T* scratch = memory.data() + worker * (scratch_elements_ + tile_elements_);
       const Unit of_tile = unit(i / plan_.tiles_per_unit, nullptr, nullptr);
       finish({of_tile.sample, of_tile.channel, of_tile.channels, nullptr, channels_.data() + of_tile.channel},
-             i % plan_.tiles_per_unit, tile_at(scratch + source_elements_, 0), scratch);
+             i % plan_.tiles_per_unit, tile_at(scratch + scratch_elements_, 0), scratch);
     });
   }
 
   // Many units: each thread takes whole ones, and what is kept stays in its own cache.
   void run_unit_by_thread(int64_t units) const {
     const int64_t tiles = keeps_ ? plan_.tiles_per_unit : 1;
-    const int64_t elements = source_elements_ + tiles * tile_elements_;
+    const int64_t elements = scratch_elements_ + tiles * tile_elements_;
     const int64_t moments_count = plan_.tiles_per_unit * groups(plan_.unit_channels);
     const Buffer<T> memory(plan_.threads * elements);
     const Buffer<Moments> moments(plan_.threads * moments_count);
@@ -226,7 +221,7 @@ class Schedule {
       const Unit mine =
           unit(i, moments.data() + worker * moments_count, parameters.data() + worker * plan_.unit_channels);
       T* scratch = memory.data() + worker * elements;
-      T* kept = scratch + source_elements_;
+      T* kept = scratch + scratch_elements_;
       for (int64_t t = 0; t < plan_.tiles_per_unit; ++t) measure(mine, t, tile_at(kept, t), scratch);
       set_norms(mine);
       for (int64_t t = 0; t < plan_.tiles_per_unit; ++t) finish(mine, t, tile_at(kept, t), scratch);
@@ -235,7 +230,7 @@ class Schedule {
 
   // Few units: all threads share the tiles of one.
   void run_unit_by_all_threads(int64_t units) const {
-    const int64_t own_elements = source_elements_ + (keeps_ ? 0 : tile_elements_);
+    const int64_t own_elements = scratch_elements_ + (keeps_ ? 0 : tile_elements_);
     const Buffer<T> own(plan_.threads * own_elements);
     const Buffer<T> kept(keeps_ ? plan_.tiles_per_unit * tile_elements_ : 0);
     const Buffer<Moments> moments(plan_.tiles_per_unit * groups(plan_.unit_channels));
@@ -245,7 +240,7 @@ class Schedule {
       const auto for_each_tile = [&](auto step) {
         parallel_for(plan_.tiles_per_unit, plan_.threads, [&](int64_t t, int worker) {
           T* scratch = own.data() + worker * own_elements;
-          step(t, tile_at(keeps_ ? kept.data() : scratch + source_elements_, t), scratch);
+          step(t, tile_at(keeps_ ? kept.data() : scratch + scratch_elements_, t), scratch);
         });
       };
       for_each_tile([&](int64_t t, const Tile<T>& tile, T* scratch) { measure(shared, t, tile, scratch); });
@@ -259,7 +254,8 @@ class Schedule {
   const Plan plan_;
   const int64_t plane_;
   const int64_t tile_elements_;
-  const int64_t source_elements_;
+  const int64_t row_elements_;
+  const int64_t scratch_elements_;  // a row buffer, then what the source needs
   const bool keeps_;
   const bool streams_;
   const Buffer<Channel<T>> channels_;

@@ -35,12 +35,14 @@ template <>
 struct VectorTypes<float> {
   typedef float Value __attribute__((vector_size(kVectorBytes)));
   typedef int32_t Bits __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t Unsigned __attribute__((vector_size(kVectorBytes)));
 };
 
 template <>
 struct VectorTypes<double> {
   typedef double Value __attribute__((vector_size(kVectorBytes)));
   typedef int64_t Bits __attribute__((vector_size(kVectorBytes)));
+  typedef uint64_t Unsigned __attribute__((vector_size(kVectorBytes)));
 };
 
 template <class T>
@@ -114,8 +116,9 @@ struct Format;
 template <>
 struct Format<float> {
   using Element = float;
+  using Integer = int32_t;
   static constexpr int kMantissaBits = 23;
-  static constexpr int32_t kExponentBias = 127;
+  static constexpr uint32_t kExponentBias = 127;
   static constexpr float kRound =
       12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
   static constexpr float kMaxExponent = 89.0f;      // rounds to 128 powers of two: infinity
@@ -129,8 +132,9 @@ struct Format<float> {
 template <>
 struct Format<double> {
   using Element = double;
+  using Integer = int64_t;
   static constexpr int kMantissaBits = 52;
-  static constexpr int64_t kExponentBias = 1023;
+  static constexpr uint64_t kExponentBias = 1023;
   static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr double kMaxExponent = 710.0;
   static constexpr double kMinExponent = -709.0;
@@ -160,7 +164,7 @@ template <class X>
 FUSEDCONV_INLINE Exponential<X> split_exponential(X x) {
   using F = ElementOf<X>;
   using T = typename F::Element;
-  using Bits = typename VectorTypes<T>::Bits;
+  using Unsigned = typename VectorTypes<T>::Unsigned;  // NaN's bits may wrap around
   const X shifted = x * T(1.4426950408889634074) + F::kRound;
   const X n = shifted - F::kRound;
   const X r = (x - n * F::kLog2High) - n * F::kLog2Low;
@@ -168,7 +172,7 @@ FUSEDCONV_INLINE Exponential<X> split_exponential(X x) {
   X series = X{} + T(1.0 / factorial(F::kExpTerms));
 #pragma GCC unroll 16
   for (int k = F::kExpTerms - 1; k >= 1; --k) series = series * r + T(1.0 / factorial(k));
-  const Bits exponent = (Bits)shifted + Bits{} + F::kExponentBias;
+  const Unsigned exponent = (Unsigned)shifted + F::kExponentBias;
   return {series * r, (X)(exponent << F::kMantissaBits)};
 }
 
@@ -212,7 +216,7 @@ FUSEDCONV_INLINE X log(X x) {
   const Bits one = (Bits)(X{} + T(1));
   const Bits root_half = (Bits)(X{} + T(0.70710678118654752440));
   const Bits bits = (Bits)x + (one - root_half);
-  const Bits exponent = (bits >> F::kMantissaBits) - F::kExponentBias;
+  const Bits exponent = (bits >> F::kMantissaBits) - (Bits{} + typename F::Integer(F::kExponentBias));
   const X m = (X)((Bits)x - (exponent << F::kMantissaBits));
   const X s = (m - T(1)) / (m + T(1));
   const X s2 = s * s;
