@@ -213,11 +213,12 @@ FUSEDCONV_INLINE X log(X x) {
   using F = ElementOf<X>;
   using T = typename F::Element;
   using Bits = typename VectorTypes<T>::Bits;
+  using Unsigned = typename VectorTypes<T>::Unsigned;
   const Bits one = (Bits)(X{} + T(1));
   const Bits root_half = (Bits)(X{} + T(0.70710678118654752440));
-  const Bits bits = (Bits)x + (one - root_half);
+  const Bits bits = (Bits)((Unsigned)x + (Unsigned)(one - root_half));  // NaN's bits may wrap around
   const Bits exponent = (bits >> F::kMantissaBits) - (Bits{} + typename F::Integer(F::kExponentBias));
-  const X m = (X)((Bits)x - (exponent << F::kMantissaBits));
+  const X m = (X)((Unsigned)x - ((Unsigned)exponent << F::kMantissaBits));
   const X s = (m - T(1)) / (m + T(1));
   const X s2 = s * s;
   X series = X{} + T(1) / T(2 * F::kLogTerms + 1);
