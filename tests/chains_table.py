@@ -1,8 +1,8 @@
 """One row per chain: everything that the tests know about it.
 
-A row is written in stock PyTorch and independently of `fusedconv.chains`. A further chain costs one more `Row` in
-`ROWS` and gets every test. Everything else here is keyed by the argument's NAME: how it is drawn, which part of a module
-holds it, which keyword of the constructor it has.
+A row is written in stock PyTorch and independently of `fusedconv.chains`. A further chain costs one more
+`Row` in `ROWS` and gets every test. Everything else here is keyed by the argument's NAME: how it is drawn,
+which part of a module holds it, which keyword of the constructor it has.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from torch import Tensor, nn
 import fusedconv
 
 Own = dict[str, Any]  # a chain's own arguments, by name
+
+
+def as_pairs(own: Own) -> Own:
+    """`torch.ops` takes lists only where the modules and functions also take one number for both sides."""
+    sizes = ("pool_size", "stride", "padding", "dilation")
+    return {name: [v, v] if name in sizes and isinstance(v, int) else v for name, v in own.items()}
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,11 @@ class Row:
         return "pool_size" in self.arguments
 
     def chain_op(self, v: Tensor, own: Own, **more: Any) -> Tensor:
-        return cast(Tensor, getattr(torch.ops.fusedconv, self.chain)(v, **own, **more))
+        return cast(Tensor, getattr(torch.ops.fusedconv, self.chain)(v, **as_pairs(own), **more))
 
     def conv_op(self, x: Tensor, weight: Tensor, conv_bias: Tensor | None, own: Own, **more: Any) -> Tensor:
-        return cast(Tensor, getattr(torch.ops.fusedconv, self.conv)(x, weight, conv_bias, **own, **more))
+        op = getattr(torch.ops.fusedconv, self.conv)
+        return cast(Tensor, op(x, weight, conv_bias, **as_pairs(own), **as_pairs(more)))
 
     def plain_chain(self, v: Tensor, own: Own) -> Tensor:
         """The unfused chain on a given tensor."""
@@ -109,7 +116,8 @@ ROWS = (
         initial_ones=("scale",),
         keywords={"eps": None},
         reference={
-            "in_channels": 8, "out_channels": 64, "size": 128, "num_groups": 16, "pool_size": 4, "clamp_min": 0.0, "clamp_max": 1.0
+            "in_channels": 8, "out_channels": 64, "size": 128, "num_groups": 16,
+            "pool_size": 4, "clamp_min": 0.0, "clamp_max": 1.0,
         },
     ),
     Row(
@@ -139,7 +147,7 @@ def generator(*seed: object) -> torch.Generator:
 
 
 def randn(gen: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype)
 
 
 def draw_own(
@@ -164,7 +172,7 @@ def draw_own(
             return randn(gen, channels, dtype=dtype)
         return {"num_groups": groups, "eps": 1e-5, "pool_size": 2, "clamp_min": -0.7, "clamp_max": 0.9}[name]
 
-    return {name: draw(name) for name in row.arguments}
+    return as_pairs({name: draw(name) for name in row.arguments})
 
 
 def map_tensors(own: Own, change: Callable[[Tensor], Tensor]) -> Own:
@@ -186,7 +194,7 @@ class Plain(nn.Module):
         *,
         num_groups: int = 1,
         eps: float = 1e-5,
-        pool_size: int = 2,
+        pool_size: int | tuple[int, int] = 2,
         clamp_min: float | None = None,
         clamp_max: float | None = None,
         conv_groups: int = 1,
@@ -212,6 +220,7 @@ class Plain(nn.Module):
 def module_arguments(row: Row, channels: int, groups: int | None = None) -> Own:
     """What the constructors take apart from the conv's own keywords, under the names of `Plain`."""
     own = draw_own(row, channels, generator(row.chain), groups=groups)
+    own |= {"pool_size": tuple(own["pool_size"])} if row.has_pool else {}
     return {n: v for n, v in own.items() if n in ("num_groups", "eps", "pool_size", "clamp_min", "clamp_max")}
 
 
@@ -250,6 +259,10 @@ def modules(
                 parameter.copy_(randn(gen, *parameter.shape))
     fused.load_state_dict(plain.state_dict(), strict=True)
     return fused, plain
+
+
+def to_channels_last(module: nn.Module) -> nn.Module:
+    return cast(nn.Module, cast(Any, module).to(memory_format=torch.channels_last))
 
 
 def module_input(batch: int = 2, channels: int = 3, size: int = 11, seed: int = 0, **how: Any) -> Tensor:

@@ -68,8 +68,8 @@ def object_symbols(path: Path) -> list[Symbol]:
 def stray_weak_symbols(path: Path) -> list[str]:
     """Weak definitions in the object file of an instruction-set unit that other units may share.
 
-    What lives in the unit's own namespace carries its name, and differs between units. Anything else, the standard
-    library's inline functions included, the linker may merge with the copy of a unit for another machine.
+    What lives in the unit's own namespace carries its name, and differs between units. Anything else, the
+    standard library's inline functions included, the linker may merge with the copy of another unit.
     """
     unit = next((name for name in ("avx512", "avx2", "baseline") if name in str(path)), None)
     weak = [s.name for s in object_symbols(path) if s.defined and s.weak]

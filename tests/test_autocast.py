@@ -34,8 +34,8 @@ def test_row_19_conv_under_autocast(row: Row, layout: torch.memory_format, half:
         y = row.conv_op(x, weight, bias, own)
         eager = row.plain_conv(x.contiguous(), weight, bias, own)
     assert y.dtype == eager.dtype
-    rounded = [t.to(half).double() for t in (x.contiguous(), weight, bias)]
-    reference = row.plain_conv(*rounded, double(own))
+    x, weight, bias = (t.to(half).double() for t in (x.contiguous(), weight, bias))
+    reference = row.plain_conv(x, weight, bias, double(own))
     assert_close(y, reference, eager, BOUNDS[half], row.conv)
 
 
@@ -86,10 +86,10 @@ def test_autocast_disabled_and_float64(row: Row) -> None:
     x, weight, bias, own = inputs(row, "disabled")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
         assert row.conv_op(x, weight, bias, own).dtype == torch.float32
-    doubles = [t.double() for t in (x, weight, bias)]
+    x, weight, bias = x.double(), weight.double(), bias.double()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = row.plain_conv(*doubles, double(own))
-        y = row.conv_op(*doubles, double(own))
+        expected = row.plain_conv(x, weight, bias, double(own))
+        y = row.conv_op(x, weight, bias, double(own))
     assert y.dtype == expected.dtype
     assert relative_error(y, expected.double()) <= BOUNDS[expected.dtype]
 

@@ -227,7 +227,13 @@ def test_make_fx_with_symbolic_shapes(row: Row) -> None:
     gen = generator(row.chain, "symbolic")
     own, weight = draw_own(row, 8, gen), randn(gen, 8, 3, 3, 3)
     x = randn(gen, 2, 3, 12, 14)
-    traced = make_fx(lambda t: row.conv_op(t, weight, None, own), tracing_mode="symbolic")(x)
+    names = [name for name, value in own.items() if isinstance(value, Tensor)]
+
+    def call(x: Tensor, weight: Tensor, *values: Tensor) -> Tensor:
+        return row.conv_op(x, weight, None, own | dict(zip(names, values, strict=True)))
+
+    values = [own[name] for name in names]
+    traced = make_fx(call, tracing_mode="symbolic")(x, weight, *values)
     for shape in ((4, 3, 12, 14), (1, 3, 9, 30)):
         x = randn(gen, *shape)
-        close([traced(x)], [row.conv_op(x, weight, None, own)])
+        close([traced(x, weight, *values)], [row.conv_op(x, weight, None, own)])

@@ -82,7 +82,7 @@ def test_the_kernel_runs_where_it_should() -> None:
     kernels = [
         e.name
         for e in profile.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA and "Memset" not in e.name
+        if e.device_type == torch._C._autograd.DeviceType.CUDA and "Memset" not in e.name
     ]
     assert len(kernels) == 1, kernels
 
@@ -138,7 +138,7 @@ def test_row_10_nan_and_infinity(row: Row) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @conv_rows
 def test_row_19_autocast(row: Row, dtype: torch.dtype) -> None:
-    """Output dtype and tolerance of the unfused chain under autocast on this device, forward and gradients."""
+    """Output dtype and tolerance of the unfused chain under autocast; gradients of the parameters' dtype."""
     fused, plain = (m.cuda() for m in modules(row, 3, 16))
     x = module_input(4).cuda()
     results = []
@@ -151,7 +151,7 @@ def test_row_19_autocast(row: Row, dtype: torch.dtype) -> None:
     assert results[0].dtype == results[1].dtype
     conv: Any = plain.get_submodule("conv")
     with torch.no_grad():
-        exact = modules(row, 3, 16)[1].double().cuda()
+        exact: Any = modules(row, 3, 16)[1].double().cuda()
         exact.conv.weight.copy_(conv.weight.to(dtype).double())
         exact.conv.bias.copy_(conv.bias.to(dtype).double())
         reference = exact(x.to(dtype).double())
@@ -198,7 +198,7 @@ def test_row_17_a_parameter_on_the_cpu() -> None:
 
 @all_rows
 def test_row_21_side_stream_and_input_freed_right_after(row: Row) -> None:
-    """The input is made, used and freed on a side stream that is kept busy; its memory is taken again at once."""
+    """The input is made, used and freed on a busy side stream, and its memory is taken again at once."""
     gen = generator(row.chain, "stream")
     own = on(draw_own(row, 8, gen))
     kept = randn(gen, 4, 8, 64, 64).cuda()

@@ -1,4 +1,4 @@
-"""Wrong arguments: a clear error that names the argument, the same from the real, the meta and the fake operator."""
+"""Wrong arguments: a clear error that names the argument, the same from the real, meta and fake operator."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ def several(**values: Any) -> Callable[[Call], None]:
     return spoil
 
 
+NORM_WEIGHT, NORM_BIAS, KERNEL = "norm_weight", "norm_bias", ("kernel", "weight")
+
 COMMON = (
     Bad("7: groups that do not divide the channels", put("num_groups", 5), ("num_groups",), "num_groups"),
     Bad("7: zero groups", put("num_groups", 0), ("num_groups",), "num_groups"),
@@ -53,17 +55,17 @@ COMMON = (
     Bad("17: 3-D input", put("input", lambda t: t[0]), ("input",)),
     Bad("17: 5-D input", put("input", lambda t: t[None]), ("input",)),
     Bad("17: 0-D input", put("input", lambda t: t.sum()), ("input",)),
-    Bad("17: norm_weight in half precision", put("norm_weight", lambda t: t.half()), ("norm_weight",), "norm_weight"),
-    Bad("17: norm_bias in half precision", put("norm_bias", lambda t: t.bfloat16()), ("norm_bias",), "norm_bias"),
-    Bad("17: norm_weight of wrong length", put("norm_weight", lambda t: t[:-1]), ("norm_weight",), "norm_weight"),
-    Bad("17: norm_bias of wrong length", put("norm_bias", lambda t: t.repeat(2)), ("norm_bias",), "norm_bias"),
-    Bad("17: norm_weight 2-D", put("norm_weight", lambda t: t[None]), ("norm_weight",), "norm_weight"),
+    Bad("17: norm_weight in half", put(NORM_WEIGHT, lambda t: t.half()), (NORM_WEIGHT,), NORM_WEIGHT),
+    Bad("17: norm_bias in half precision", put(NORM_BIAS, lambda t: t.bfloat16()), (NORM_BIAS,), NORM_BIAS),
+    Bad("17: norm_weight of wrong length", put(NORM_WEIGHT, lambda t: t[:-1]), (NORM_WEIGHT,), NORM_WEIGHT),
+    Bad("17: norm_bias of wrong length", put(NORM_BIAS, lambda t: t.repeat(2)), (NORM_BIAS,), NORM_BIAS),
+    Bad("17: norm_weight 2-D", put(NORM_WEIGHT, lambda t: t[None]), (NORM_WEIGHT,), NORM_WEIGHT),
     Bad("17: scale of wrong length", put("scale", lambda t: t[:-1]), ("scale",), "scale"),
     Bad("17: bias of wrong length", put("bias", lambda t: torch.cat([t, t])), ("bias",), "bias"),
     Bad("17: bias per column", put("bias", lambda t: t.view(1, 1, -1)), ("bias",), "bias"),
     Bad("17: integer scale", put("scale", lambda t: t.long()), ("scale",), "scale"),
     Bad("17: scale on another device", put("scale", lambda t: t.to("meta")), ("scale",), "scale"),
-    Bad("17: norm_weight on another device", put("norm_weight", lambda t: t.to("meta")), ("norm_weight",), "norm_weight"),
+    Bad("17: norm_bias on another device", put(NORM_BIAS, lambda t: t.to("meta")), (NORM_BIAS,), NORM_BIAS),
     Bad("12: pool window larger than the map", put("pool_size", [50, 2]), ("pool_size",), "pool_size"),
     Bad("12: pool of zero", put("pool_size", [0, 2]), ("pool_size",), "pool_size"),
     Bad("12: negative pool", put("pool_size", [2, -2]), ("pool_size",), "pool_size"),
@@ -89,11 +91,11 @@ CONV = (
     Bad("18: negative conv groups", put("groups", -1), ("groups",)),
     Bad("18: conv groups that do not divide the channels", put("groups", 3), ("groups",)),
     Bad("18: negative padding", put("padding", [-1, 0]), ("padding",)),
-    Bad("18: kernel larger than the input", put("input", lambda t: t[:, :, :2]), ("kernel", "weight")),
-    Bad("18: kernel larger than the padded input", several(input=lambda t: t[..., :1], padding=[0, 0]), ("kernel", "weight")),
-    Bad("18: dilated kernel larger than the input", put("dilation", [9, 1]), ("kernel", "weight")),
+    Bad("18: kernel larger than the input", put("input", lambda t: t[:, :, :2]), KERNEL),
+    Bad("18: kernel larger than the map", several(input=lambda t: t[..., :1], padding=[0, 0]), KERNEL),
+    Bad("18: dilated kernel larger than the input", put("dilation", [9, 1]), KERNEL),
     Bad("18: kernel of no size", put("weight", lambda t: t[..., :0]), ("weight", "kernel")),
-    Bad("18: no input channels", several(input=lambda t: t[:, :0], weight=lambda t: t[:, :0]), ("input", "weight")),
+    Bad("18: no input channels", several(input=lambda t: t[:, :0], weight=lambda t: t[:, :0]), ("input",)),
     Bad("18: no output channels", several(weight=lambda t: t[:0], conv_bias=lambda t: t[:0]), ("weight",)),
     Bad("18: empty map", put("input", lambda t: t[:, :, :0]), ("kernel", "weight", "input")),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The instruction-set levels of the CPU kernels: each one that this machine has is right; the variable caps it."""
+"""The instruction-set levels of the CPU kernels: each one that runs here is right; the variable caps it."""
 
 from __future__ import annotations
 

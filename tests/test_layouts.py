@@ -1,4 +1,4 @@
-"""Memory not laid out plainly: slices, transposes, expanded tensors, ambiguous strides, batch 0, guarded pages."""
+"""Memory not laid out plainly: slices, transposes, expanded tensors, odd strides, batch 0, guarded pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, modules, randn
+from chains_table import (
+    CONV_ROWS,
+    ROWS,
+    Row,
+    draw_own,
+    generator,
+    map_tensors,
+    modules,
+    randn,
+    to_channels_last,
+)
 from helpers import check_chain, check_conv, new_process, same_bits
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
@@ -179,7 +189,7 @@ def test_row_4_offsets_beyond_two_to_the_31st() -> None:
 def test_memory_format_goes_through_the_module(row: Row) -> None:
     """A module moved to channels_last, with input of either format."""
     fused, plain = modules(row)
-    fused = fused.to(memory_format=torch.channels_last)
+    fused = to_channels_last(fused)
     x = randn(generator("format"), 2, 3, 12, 13)
     with torch.no_grad():
         for layout in (torch.contiguous_format, torch.channels_last):
@@ -189,7 +199,8 @@ def test_memory_format_goes_through_the_module(row: Row) -> None:
 
 
 GUARDED = """
-import ctypes, mmap, sys
+import ctypes, mmap, os, sys
+from itertools import product
 import torch
 from chains_table import BY_NAME, draw_own, generator, map_tensors, randn
 
@@ -206,31 +217,37 @@ def guarded(t, at_end):
     region = mmap.mmap(-1, (pages + 2) * PAGE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(region))
     offset = PAGE + (pages * PAGE - bytes_ if at_end else 0)
-    dense = t.permute(0, 2, 3, 1) if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) else t
+    channels_last = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
+    dense = t.permute(0, 2, 3, 1) if channels_last else t
     flat = torch.frombuffer(region, dtype=t.dtype, count=t.numel(), offset=offset)
     flat.copy_(dense.reshape(-1))
     for page in (start, start + (pages + 1) * PAGE):
         assert libc.mprotect(page, PAGE, 0) == 0
     keep.append(region)
     y = flat.view(dense.shape)
-    return y.permute(0, 3, 1, 2) if dense is not t else y
+    return y.permute(0, 3, 1, 2) if channels_last else y
 
 row = BY_NAME[sys.argv[1]]
-for at_end in (True, False):
-    for layout in (torch.contiguous_format, torch.channels_last):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            for c_in, c_out, height, width, pool in ((3, 8, 5, 17, 2), (1, 1, 3, 4, 1), (9, 17, 7, 9, 3), (8, 16, 6, 34, 2)):
-                gen = generator(at_end, c_in, dtype)
-                own = map_tensors(draw_own(row, c_out, gen, dtype=dtype, pool_size=pool), lambda t: guarded(t, at_end))
-                v = guarded(randn(gen, 2, c_out, height, width, dtype=dtype).contiguous(memory_format=layout), at_end)
-                row.chain_op(v, own)
-                if row.module and dtype != torch.bfloat16:
-                    x = guarded(randn(gen, 2, c_in, height, width, dtype=dtype).contiguous(memory_format=layout), at_end)
-                    for k, padding in ((1, 0), (3, 0), (3, 1), (3, 2)):
-                        w = randn(gen, c_out, c_in, k, k, dtype=dtype).contiguous(memory_format=layout)
-                        row.conv_op(x, guarded(w, at_end), guarded(randn(gen, c_out, dtype=dtype), at_end), own, padding=padding)
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+SIZES = ((3, 8, 5, 17, 2), (1, 1, 3, 4, 1), (9, 17, 7, 9, 3), (8, 16, 6, 34, 2))
+for at_end, layout, dtype in product((True, False), LAYOUTS, (torch.float32, torch.float64, torch.bfloat16)):
+    for c_in, c_out, height, width, pool in SIZES:
+        gen = generator(at_end, c_in, dtype)
+
+        def make(*shape):
+            t = randn(gen, *shape, dtype=dtype)
+            return guarded(t.contiguous(memory_format=layout) if len(shape) == 4 else t, at_end)
+
+        own = draw_own(row, c_out, gen, dtype=dtype, pool_size=pool)
+        own = map_tensors(own, lambda t: guarded(t, at_end))
+        row.chain_op(make(2, c_out, height, width), own)
+        if row.module and dtype != torch.bfloat16:
+            x, bias = make(2, c_in, height, width), make(c_out)
+            for k, padding in ((1, 0), (3, 0), (3, 1), (3, 2)):
+                row.conv_op(x, make(c_out, c_in, k, k), bias, own, padding=padding)
 print("untouched")
-import os; sys.stdout.flush(); os._exit(0)  # the guarded pages cannot be unmapped in order
+sys.stdout.flush()
+os._exit(0)  # the guarded pages cannot be unmapped in order
 """
 
 

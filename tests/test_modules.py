@@ -1,4 +1,4 @@
-"""The modules are the plain models: checkpoints, seeds, copies, moves, and what was done to their parts (row 30)."""
+"""The modules are the plain models: checkpoints, seeds, copies, moves, changes of their parts (row 30)."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from chains_table import (
     module_input,
     modules,
     randn,
+    to_channels_last,
 )
 from helpers import failure
 
@@ -48,15 +49,11 @@ def agree(fused: nn.Module, plain: nn.Module, x: Tensor | None = None, tolerance
         )
     ours, theirs = results
     assert ours.keys() == theirs.keys()
+    largest = max(float(value.abs().max()) for value in theirs.values())
     for name, value in ours.items():
-        scale = max(1.0, float(theirs[name].abs().max()))
-        torch.testing.assert_close(
-            value / scale,
-            theirs[name] / scale,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+        scale = max(1.0, float(theirs[name].abs().max()), largest / 10)
+        error = float((value - theirs[name]).abs().max()) / scale
+        assert error <= tolerance, f"{name} differs by {error:.1e}"
 
 
 @rows
@@ -139,11 +136,8 @@ def test_row_30_copies_pickles_and_state_dicts(row: Row) -> None:
     buffer = io.BytesIO()
     torch.save(fused, buffer)
     buffer.seek(0)
-    for other in (
-        copy.deepcopy(fused),
-        pickle.loads(pickle.dumps(fused)),
-        torch.load(buffer, weights_only=False),
-    ):
+    copies: list[Any] = [copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))]
+    for other in (*copies, torch.load(buffer, weights_only=False)):
         agree(other, plain)
         other.conv.weight.data.zero_()  # a copy shares nothing
     agree(fused, plain)
@@ -153,7 +147,7 @@ def test_row_30_copies_pickles_and_state_dicts(row: Row) -> None:
     fused.train()
     fused.eval()
     agree(fused, plain)
-    assert row.module in repr(fused)
+    assert str(row.module) in repr(fused)
 
 
 @rows
@@ -161,7 +155,7 @@ def test_row_30_moves_to_dtypes_formats_and_devices(row: Row) -> None:
     fused, plain = modules(row)
     agree(fused.double(), plain.double(), module_input().double(), 1e-10)
     agree(fused.float(), plain.float())
-    agree(fused.to(memory_format=torch.channels_last), plain)
+    agree(to_channels_last(fused), plain)
     x = module_input().bfloat16()
     assert fused.bfloat16()(x).dtype == plain.bfloat16()(x).dtype
     assert fused.to("meta")(x.to("meta")).shape == plain(x).shape
@@ -377,8 +371,8 @@ def norm_backward_hook(m: Any) -> None:
 
 
 NORM_CHANGES = (
-    norm_hook, norm_subclass, another_norm, identity_norm, norm_parametrized, norm_without_affine, norm_changed,
-    norm_backward_hook,
+    norm_hook, norm_subclass, another_norm, identity_norm, norm_parametrized, norm_without_affine,
+    norm_changed, norm_backward_hook,
 )  # fmt: skip
 
 
@@ -422,7 +416,7 @@ def test_row_30_hooks_that_only_look(row: Row) -> None:
 
 @rows
 def test_row_30_global_hooks_see_the_parts(row: Row) -> None:
-    """A hook on all modules (profilers and debuggers set them) is called for `conv`, as in the plain model."""
+    """A hook on all modules (profilers, debuggers) is called for `conv`, as in the plain model."""
     fused, plain = modules(row)
     called: list[str] = []
     handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: called.append(type(m).__name__))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chains_table import CONV_ROWS, ROWS, Own, Row, generator, map_tensors, randn
-from helpers import assert_close, bound_of, contiguous, double
+from helpers import check, double, exact_eager
 
+Change = Callable[[Tensor], Tensor]
 SIDES = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 31, 33, 40]))
 CHANNELS = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 24, 31, 32, 33, 65]))
 DTYPES = st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -87,21 +89,22 @@ def conv_calls(draw: st.DrawFn) -> dict[str, Any]:
     return {"row": row, "x": x, "weight": weight, "bias": bias, "own": own, "conv": conv}
 
 
-def hold_against_plain(ours: Any, plain: Any, dtype: torch.dtype, what: str) -> None:
+def hold_against_plain(
+    ours: Callable[[], Tensor], plain: Callable[[Change], Tensor], dtype: torch.dtype, what: str
+) -> None:
     """If the plain chain refuses the input, so must we; otherwise the results agree."""
     with torch.no_grad():
         try:
-            eager = plain(lambda own: own, lambda t: t)
+            plain(lambda t: t.contiguous())
         except (RuntimeError, ValueError) as error:
-            with pytest.raises((RuntimeError, ValueError, TypeError)):
-                ours()
-            assert str(error)
+            if "mixed dtype" not in str(error):  # a mixture that PyTorch's group norm lacks may work here
+                with pytest.raises((RuntimeError, ValueError, TypeError)):
+                    ours()
             return
-        y = ours()
-        reference = plain(double, torch.Tensor.double)
-    assert y.dtype == eager.dtype, what
-    if torch.isfinite(reference).all() and torch.isfinite(eager).all():
-        assert_close(y, reference, eager, bound_of(dtype), what)
+        if torch.isfinite(plain(torch.Tensor.double)).all() and torch.isfinite(plain(exact_eager)).all():
+            check(ours(), plain, what, dtype)
+        else:
+            ours()
 
 
 @given(call=conv_calls())
@@ -111,18 +114,20 @@ def test_conv_on_any_input(call: dict[str, Any]) -> None:
     if not same_dtype_of_affine(own):
         own = own | {"norm_bias": None}
 
-    def plain(change_own: Any, change: Any) -> Tensor:
+    def plain(change: Change) -> Tensor:
         bias = None if call["bias"] is None else change(call["bias"])
-        x = change(call["x"].contiguous())
-        return row.plain_conv(x, change(call["weight"]), bias, change_own(contiguous(own)), **conv)
+        return row.plain_conv(
+            change(call["x"]), change(call["weight"]), bias, map_tensors(own, change), **conv
+        )
 
-    shown = map_tensors(own, lambda t: (tuple(t.shape), t.dtype))  # type: ignore[arg-type,return-value]
-    what = f"{row.conv} {tuple(call['x'].shape)} {call['x'].stride()} {tuple(call['weight'].shape)} {shown} {conv}"
+    shapes = {
+        n: (tuple(v.shape), v.stride(), v.dtype) if isinstance(v, Tensor) else v for n, v in call.items()
+    }
     hold_against_plain(
         lambda: row.conv_op(call["x"], call["weight"], call["bias"], own, **conv),
         plain,
         call["x"].dtype,
-        what,
+        f"{row.conv} {shapes}",
     )
 
 
@@ -135,11 +140,12 @@ def test_chain_on_any_input(data: st.DataObject) -> None:
     own = data.draw(own_arguments(row, channels, dtype))
     if not same_dtype_of_affine(own):
         own["norm_bias"] = None
-
-    def plain(change_own: Any, change: Any) -> Tensor:
-        return row.plain_chain(change(v.contiguous()), change_own(contiguous(own)))
-
-    hold_against_plain(lambda: row.chain_op(v, own), plain, dtype, f"{row.chain} {shape} {v.stride()} {own}")
+    hold_against_plain(
+        lambda: row.chain_op(v, own),
+        lambda change: row.plain_chain(change(v), map_tensors(own, change)),
+        dtype,
+        f"{row.chain} {shape} {v.stride()} {own}",
+    )
 
 
 @given(call=conv_calls())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, randn
-from helpers import failure
+from helpers import check_chain, check_conv, failure
 
 INF, NAN = math.inf, math.nan
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
@@ -191,12 +191,12 @@ def test_row_6_one_element_per_group(row: Row) -> None:
     gen = generator(row.chain, "one element")
     own = draw_own(row, 4, gen, groups=4, pool_size=1)
     v = randn(gen, 2, 4, 1, 1)
-    as_pytorch(row.chain_op(v, own), row.plain_chain(v, own))
+    check_chain(row, v, own)
     expected = failure(lambda: row.plain_chain(v[:1], own))
     assert failure(lambda: row.chain_op(v[:1], own))[0] is expected[0]
     weight = randn(gen, 4, 2, 3, 3)
     x = randn(gen, 2, 2, 3, 3)
-    as_pytorch(row.conv_op(x, weight, None, own), row.plain_conv(x, weight, None, own))
+    check_conv(row, x, weight, None, own)
     assert failure(lambda: row.conv_op(x[:1], weight, None, own))[0] is expected[0]
 
 

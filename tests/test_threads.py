@@ -126,7 +126,7 @@ def test_row_23_the_gil_is_released() -> None:
 
 
 FORK = """
-import os, sys
+import os
 import torch
 from torch.utils.data import DataLoader, Dataset
 from chains_table import CONV_ROWS, module_input, modules
@@ -134,31 +134,31 @@ from chains_table import CONV_ROWS, module_input, modules
 assert not torch.cuda.is_initialized()
 models = [modules(row, padding=1)[0] for row in CONV_ROWS]
 x = module_input(4, size=48)
+
+def run():
+    # As bytes: PyTorch's own operators on large tensors hang in a forked child whose parent used OpenMP.
+    with torch.no_grad():
+        return [m(x).numpy().tobytes() for m in models]
+
 torch.set_num_threads(2)
-with torch.no_grad():
-    expected = [m(x) for m in models]  # parallel work before the fork
+expected = run()  # parallel work before the fork
 
 class Data(Dataset):
     def __len__(self):
         return 6
     def __getitem__(self, i):
         torch.set_num_threads(1 + i % 2)
-        with torch.no_grad():
-            return [m(x) for m in models]
+        return run() == expected
 
 for _ in range(2):
-    for batch in DataLoader(Data(), batch_size=1, num_workers=2, multiprocessing_context="fork"):
-        for got, right in zip(batch, expected):
-            assert torch.equal(got[0], right), "the child's result differs"
-    with torch.no_grad():
-        assert all(torch.equal(m(x), y) for m, y in zip(models, expected))
+    loader = DataLoader(Data(), None, num_workers=2, multiprocessing_context="fork")
+    assert list(loader) == [True] * 6
+    assert run() == expected
 
 child = os.fork()
 if child == 0:
     torch.set_num_threads(2)
-    with torch.no_grad():
-        good = all(torch.equal(m(x), y) for m, y in zip(models, expected))
-    os._exit(0 if good else 1)
+    os._exit(0 if run() == expected else 1)
 assert os.waitpid(child, 0)[1] == 0
 print("children are right")
 """
@@ -178,8 +178,8 @@ def test_row_24_import_then_fork() -> None:
         from chains_table import CONV_ROWS, module_input, modules
         child = os.fork()
         with torch.no_grad():
-            results = [float(modules(row)[0](module_input()).sum()) for row in CONV_ROWS]
-        print(results, flush=True)
+            results = [hash(modules(row)[0](module_input()).numpy().tobytes()) for row in CONV_ROWS]
+        os.write(1, f"{results}\\n".encode())
         if child == 0:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
