@@ -1,5 +1,6 @@
 """Gradients of every order, torch.func, vmap, and what is computed at all (rows 14, 16 and 28)."""
 
+# mypy: disallow-untyped-calls=False
 from __future__ import annotations
 
 import itertools

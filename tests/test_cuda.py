@@ -1,5 +1,6 @@
 """CUDA: every chain's results on CUDA tensors, and the rules of streams, graphs, devices and autocast."""
 
+# mypy: disallow-untyped-calls=False
 from __future__ import annotations
 
 import gc

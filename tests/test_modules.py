@@ -1,5 +1,6 @@
 """The modules are the plain models: checkpoints, seeds, copies, moves, changes of their parts (row 30)."""
 
+# mypy: disallow-untyped-calls=False
 from __future__ import annotations
 
 import copy
