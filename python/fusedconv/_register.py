@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 
 from ._conv import convolution, convolution_backward
 from ._launch import Launcher, compute_dtype
@@ -36,6 +38,7 @@ _OPTIONS = "*, str? precision=None, ScalarType? output_dtype=None"
 
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 _CPU_ONLY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -50,7 +53,7 @@ def _define(schema: str) -> Any:
 
 
 def _implement(name: str, *, vmap: Function, autograd: Function, fake: Function, **kernels: Function) -> None:
-    torch.library.register_vmap(f"fusedconv::{name}", vmap, lib=LIBRARY)
+    LIBRARY.impl(name, partial(_batched, vmap), "FuncTorchBatched")
     torch.library.register_fake(f"fusedconv::{name}", fake, lib=LIBRARY)
     LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
     for key, kernel in kernels.items():
@@ -111,17 +114,17 @@ class Operator:
             output: Tensor = self.op(*args, **options)
         return output
 
-    def vmap(self, info: Any, in_dims: Any, *given: Any, **options: Any) -> tuple[Tensor, int]:
+    def vmap(self, batch_size: int, in_dims: Sequence[int | None], *given: Any, **options: Any) -> Tensor:
         """Samples do not see each other: a mapped input is a larger batch. Mapped parameters take calls."""
         if in_dims[0] is None or any(in_dims[i] is not None for i in self.tensors[1:] if i < len(given)):
-            calls = _unmapped(info.batch_size, in_dims, given)
-            return torch.stack([self.op(*args, **options) for args in calls]), 0
+            calls = _unmapped(batch_size, in_dims, given)
+            return torch.stack([self.op(*args, **options) for args in calls])
         mapped = given[0].movedim(in_dims[0], 0)
         self.fake(
             mapped.new_empty(mapped.shape[1:]), *given[1:], **options
         )  # checks the sizes that the caller sees
-        output = self.op(mapped.flatten(0, 1), *given[1:], **options)
-        return output.unflatten(0, mapped.shape[:2]), 0
+        output: Tensor = self.op(mapped.flatten(0, 1), *given[1:], **options)
+        return output.view(*mapped.shape[:2], *output.shape[1:])
 
     def autograd(self, keyset: Any, *given: Any, **options: Any) -> Tensor:
         tangent = _has_tangent(given)
@@ -243,8 +246,11 @@ class _Gradient(torch.autograd.Function):
         for i, tensor in zip(places, ctx.saved_tensors, strict=True):
             args[i] = tensor
         mask = [needed[i] for i in places]
-        found = iter(ctx.operator.backward.op(grad, *args, mask, precision=ctx.precision))
-        return (None, None, None, *(next(found) if needs else None for needs in needed))
+        found = ctx.operator.backward.op(grad, *args, mask, precision=ctx.precision)
+        gradients: list[Tensor | None] = [None] * len(needed)
+        for i, gradient in zip(places, _tuple(found), strict=True):
+            gradients[i] = gradient
+        return (None, None, None, *gradients)
 
 
 # Function.apply binds its arguments by `inspect` and looks for functorch, which has been dealt with: 30 us.
@@ -252,10 +258,11 @@ _record: Any = super(torch.autograd.Function, _Gradient).apply
 
 
 class Backward:
-    """``_<operator>_backward(grad, <the operator's arguments>, output_mask) -> Tensor[]``.
+    """``_<operator>_backward(grad, <the operator's arguments>, output_mask)``: a gradient for each tensor.
 
-    The mask has one entry for each tensor argument. The result holds the gradients that it asks for, each
-    like ``torch.empty_like(argument)``. Everything is recomputed from the reference.
+    It is like ``torch.empty_like(argument)``, or undefined where the mask, with an entry for each, does not
+    ask for it. (A list of the wanted ones alone would be simpler, but ``is_grads_batched`` maps no list.)
+    Everything is recomputed from the reference.
     """
 
     def __init__(self, operator: Operator, schema: str) -> None:
@@ -263,8 +270,9 @@ class Backward:
         self.first_own = len(operator.conv_tensors) or 1
         name = f"_{operator.name}_backward"
         required = re.sub("=[^,]*", "", schema)
+        returns = ", ".join(["Tensor"] * len(operator.tensors))
         self.op = _define(
-            f"{name}(Tensor grad, {required}, bool[] output_mask, *, str? precision=None) -> Tensor[]"
+            f"{name}(Tensor grad, {required}, bool[] output_mask, *, str? precision=None) -> ({returns})"
         )
         _implement(
             name,
@@ -276,33 +284,31 @@ class Backward:
             CompositeExplicitAutograd=self.kernel,
         )
 
-    def autocast(self, device: str, *args: Any, **options: Any) -> list[Tensor]:
+    def autocast(self, device: str, *args: Any, **options: Any) -> Any:
         with _without_autocast(device):
-            result: list[Tensor] = self.op(*args, **options)
-        return result
+            return self.op(*args, **options)
 
-    def vmap(self, info: Any, in_dims: Any, *args: Any, **options: Any) -> tuple[list[Tensor], list[int]]:
-        calls = [self.op(*sample, **options) for sample in _unmapped(info.batch_size, in_dims, args)]
-        gradients = [torch.stack(samples) for samples in zip(*calls, strict=True)]
-        return gradients, [0] * len(gradients)
+    def vmap(self, batch_size: int, in_dims: Sequence[int | None], *args: Any, **options: Any) -> Any:
+        calls = [_tuple(self.op(*sample, **options)) for sample in _unmapped(batch_size, in_dims, args)]
+        samples_of_each = zip(*calls, strict=True)
+        return _returns([None if each[0] is None else torch.stack(each) for each in samples_of_each])
 
-    def autograd(self, keyset: Any, *args: Any, **options: Any) -> list[Tensor]:
+    def autograd(self, keyset: Any, *args: Any, **options: Any) -> Any:
         if _needs_gradient(args) or _has_tangent(args):
             return self.again(*args, **options)
         with torch._C._AutoDispatchBelowAutograd():
-            result: list[Tensor] = self.op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
-        return result
+            return self.op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
 
-    def again(self, grad: Tensor, *args: Any, precision: str | None = None) -> list[Tensor]:
+    def again(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
         """Differentiable: torch.func.vjp leaves the arguments' own history in place, for double backward."""
 
         def pullback(function: Function, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
             gradients: Sequence[Tensor] = torch.func.vjp(function, *leaves)[1](grad)
             return gradients
 
-        return self.gradients(pullback, grad, args, precision)
+        return _returns(self.gradients(pullback, grad, args, precision))
 
-    def kernel(self, grad: Tensor, *args: Any, precision: str | None = None) -> list[Tensor]:
+    def kernel(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
         def pullback(function: Function, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
             # This stands below autograd; the recomputation is recorded all the same.
             with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
@@ -311,45 +317,49 @@ class Backward:
 
         wanted = self.wanted(args)
         if grad.numel() == 0:
-            return [torch.zeros_like(argument) for argument in wanted]
+            return _returns([None if a is None else torch.zeros_like(a) for a in wanted])
         gradients = self.gradients(pullback, grad, args, precision)
-        return [_laid_out_like(a, gradient) for a, gradient in zip(wanted, gradients, strict=True)]
+        taken = {grad.data_ptr()}
+        return _returns([_result(a, gradient, taken) for a, gradient in zip(wanted, gradients, strict=True)])
 
-    def fake(self, grad: Tensor, *args: Any, precision: str | None = None) -> list[Tensor]:
-        return [torch.empty_like(argument) for argument in self.wanted(args)]
+    def fake(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
+        return _returns([None if a is None else torch.empty_like(a) for a in self.wanted(args)])
 
-    def wanted(self, args: Sequence[Any]) -> list[Tensor]:
-        return [args[i] for i, wants in zip(self.operator.tensors, args[-1], strict=True) if wants]
+    def wanted(self, args: Sequence[Any]) -> list[Tensor | None]:
+        """The tensor arguments, None where the mask does not ask for the gradient."""
+        return [args[i] if wants else None for i, wants in zip(self.operator.tensors, args[-1], strict=True)]
 
     def gradients(
         self, pullback: Pullback, grad: Tensor, args: Sequence[Any], precision: str | None
-    ) -> list[Tensor]:
+    ) -> list[Tensor | None]:
         """The chain's vector-Jacobian product, then the conv's."""
         operator = self.operator
         *args, mask = args
         wanted = [i for i, wants in zip(operator.tensors, mask, strict=True) if wants]
-        own = [i for i in wanted if i >= self.first_own]
-        v = operator.source(args, precision)
-        through_v = len(own) < len(wanted)
+        gradients: dict[int, Tensor | None] = {}
+        if wanted:
+            own = [i for i in wanted if i >= self.first_own]
+            through_v = len(own) < len(wanted)
+            v = operator.source(args, precision)
 
-        def chain(*leaves: Tensor) -> Tensor:
-            values = list(args)
-            for i, leaf in zip(own, leaves, strict=False):
-                values[i] = leaf
-            return operator.after_conv(leaves[-1] if through_v else v, values, grad.dtype)
+            def chain(*leaves: Tensor) -> Tensor:
+                values = list(args)
+                for i, leaf in zip(own, leaves, strict=False):
+                    values[i] = leaf
+                return operator.after_conv(leaves[-1] if through_v else v, values, grad.dtype)
 
-        leaves = [args[i] for i in own] + ([v] if through_v else [])
-        found = list(pullback(chain, leaves))
-        gradients: dict[int, Any] = dict(zip(own, found, strict=False))
-        if not operator.has_conv:
-            gradients[0] = found[-1]
-        elif through_v:
-            conv_mask = [i in wanted for i in operator.conv_tensors]
-            conv_gradients = convolution_backward(
-                found[-1], args[0], args[1], *args[-4:], precision=precision, mask=conv_mask
-            )
-            gradients |= enumerate(conv_gradients)
-        return [gradients[i] for i in wanted]
+            found = pullback(chain, [args[i] for i in own] + ([v] if through_v else []))
+            gradients |= zip(own, found, strict=False)
+            if through_v and operator.has_conv:
+                conv_mask = [i in wanted for i in operator.conv_tensors]
+                gradients |= enumerate(
+                    convolution_backward(
+                        found[-1], *args[:2], *args[-4:], precision=precision, mask=conv_mask
+                    )
+                )
+            elif through_v:
+                gradients[0] = found[-1]
+        return [gradients.get(i) for i in operator.tensors]
 
 
 # ---- helpers ----
@@ -388,10 +398,24 @@ def _is_channels_last(input: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def _laid_out_like(argument: Tensor, gradient: Tensor) -> Tensor:
-    if gradient.stride() == argument.stride():
-        return gradient
-    return torch.empty_like(argument).copy_(gradient)
+def _result(argument: Tensor | None, gradient: Tensor | None, taken: set[int]) -> Tensor | None:
+    """The gradient laid out as the fake operator says, in memory of its own."""
+    if argument is None or gradient is None:
+        return None
+    if gradient.stride() != argument.stride() or gradient.data_ptr() in taken:
+        gradient = torch.empty_like(argument).copy_(gradient)
+    taken.add(gradient.data_ptr())
+    return gradient
+
+
+def _returns(results: Sequence[Any]) -> Any:
+    """As the dispatcher wants the results of a schema: a tuple, or a single one by itself."""
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _tuple(results: Any) -> tuple[Any, ...]:
+    """The reverse."""
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _needs_gradient(args: Sequence[Any]) -> bool:
@@ -415,12 +439,28 @@ def _without_autocast(device: str) -> Any:
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST[device]))
 
 
-def _unmapped(batch_size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Iterator[list[Any]]:
+def _batched(rule: Function, *given: Any, **options: Any) -> Any:
+    """Calls a rule that takes mapped tensors as they are and gives results with the mapped dimension first.
+
+    torch.library.register_vmap would do, but in torch 2.5 it fails where one vmap stands in another.
+    """
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    args: list[Any] = []
+    in_dims: list[int | None] = []
+    for a in given:
+        a, dim = torch._C._functorch._unwrap_batched(a, level) if isinstance(a, Tensor) else (a, None)
+        args.append(a)
+        in_dims.append(dim)
+    with torch._C._ExcludeDispatchKeyGuard(_BATCHED):
+        result = rule(interpreter.batch_size(), in_dims, *args, **options)
+    return tree_map(lambda tensor: torch._C._functorch._add_batch_dim(tensor, 0, level), result)
+
+
+def _unmapped(batch_size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Iterator[list[Any]]:
     """The arguments of each of the calls that torch.func.vmap stands for."""
-    for sample in range(batch_size):
-        yield [
-            a.select(dim, sample) if isinstance(dim, int) else a for a, dim in zip(args, in_dims, strict=True)
-        ]
+    for i in range(batch_size):
+        yield [a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True)]
 
 
 OPERATORS = {
