@@ -89,13 +89,13 @@ Place reduce_tile(ChannelLogSumExp, const Place& place, const Tile<T>& tile, con
       T* pixels = tile.data + c * tile.plane + i;
       const Vector<T> x = Chain::pointwise(load(pixels), channels[c]);
       store(pixels, x);
-      most = maximum(most, x);
+      most = larger_or_second(most, x);  // may lose a NaN; the sum does not
     }
     const auto infinite = (most == infinity) | (most == -infinity);
     const Vector<T> shift = select(infinite, Vector<T>{}, most);
     Vector<T> sum{};
     for (int64_t c = 0; c < place.channels; ++c) sum += exp(load(tile.data + c * tile.plane + i) - shift);
-    const Vector<T> y = select(infinite, most, shift + log(sum));
+    const Vector<T> y = select(sum != sum, sum, select(infinite, most, shift + log(sum)));
     store(tile.data + i, Chain::Final::value(y, y, channels[0]));
   }
   return {place.sample, 0, 1, place.row, place.rows};

@@ -153,17 +153,16 @@ class Schedule {
     }
   }
 
+  // Leaves in the tile what is kept, as fill does, and the moments of Pre(v).
   void measure(const Unit& unit, int64_t index, const Tile<T>& tile, T* scratch) const {
     const Place where = place(unit, index);
-    fill(where, tile, scratch);
+    source_.load(where, tile, scratch + row_elements_);
     Moments* moments = unit.moments + index * groups(unit.channels);
     for (int64_t c = 0; c < unit.channels; ++c) {
       const Channel<T> channel = channels_[unit.channel + c];
       const Moments of_channel =
-          moments_of(tile.data + c * plane_, source_.pitch, where.rows, source_.cols, [&](Vector<T> x) {
-            if constexpr (Chain::kKeepsConv) return Chain::Pre::value(x, x, channel);
-            return x;
-          });
+          moments_of<!Chain::kKeepsConv>(tile.data + c * plane_, source_.pitch, where.rows, source_.cols,
+                                         [&](Vector<T> x) { return Chain::Pre::value(x, x, channel); });
       Moments& of_group = moments[c / plan_.group_channels];
       of_group = c % plan_.group_channels == 0 ? of_channel : combine(of_group, of_channel);
     }

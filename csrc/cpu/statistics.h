@@ -14,9 +14,9 @@ FUSEDCONV_INLINE double sum_of_lanes(Vector<T> x) {
   return sum;
 }
 
-// Calls visit(x, mask) for the vectors of rows x cols pixels; mask says which lanes are pixels.
+// Calls visit(at, mask) for each vector of rows x cols pixels; mask says which lanes are pixels.
 template <class T, class Visit>
-FUSEDCONV_INLINE void for_each_vector(const T* plane, int64_t pitch, int64_t rows, int64_t cols,
+FUSEDCONV_INLINE void for_each_vector(T* plane, int64_t pitch, int64_t rows, int64_t cols,
                                       const Visit& visit) {
   using Bits = typename VectorTypes<T>::Bits;
   Bits lane{};
@@ -24,26 +24,32 @@ FUSEDCONV_INLINE void for_each_vector(const T* plane, int64_t pitch, int64_t row
   const int64_t whole = cols / kLanes<T> * kLanes<T>;
   const Bits tail = lane < Bits{} + decltype(lane[0] + lane[0])(cols - whole);
   for (int64_t r = 0; r < rows; ++r) {
-    const T* row = plane + r * pitch;
-    for (int64_t w = 0; w < whole; w += kLanes<T>) visit(load(row + w), lane == lane);
-    if (whole < cols) visit(load(row + whole), tail);
+    T* row = plane + r * pitch;
+    for (int64_t w = 0; w < whole; w += kLanes<T>) visit(row + w, lane == lane);
+    if (whole < cols) visit(row + whole, tail);
   }
 }
 
-// The mean first, then the deviations from it; their own sum corrects the rounding of the mean. The tile is
-// in the cache, so that the second pass costs little.
-template <class T, class Stage>
-Moments moments_of(const T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
+// The moments of stage(x), which replaces x in the plane if kReplaces. The mean first, then the deviations
+// from it; their own sum corrects the rounding of the mean. The tile is in the cache, so that the second pass
+// costs little.
+template <bool kReplaces, class T, class Stage>
+Moments moments_of(T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
   const double count = double(rows) * double(cols);
   const Vector<T> zero{};
   Vector<T> sum{};
-  for_each_vector(plane, pitch, rows, cols,
-                  [&](Vector<T> x, auto mask) { sum += select(mask, stage(x), zero); });
+  for_each_vector(plane, pitch, rows, cols, [&](T* at, auto mask) {
+    const Vector<T> x = load(at);
+    const Vector<T> y = stage(x);
+    if constexpr (kReplaces) store(at, select(mask, y, x));
+    sum += select(mask, y, zero);
+  });
   const T mean = T(sum_of_lanes<T>(sum) / count);
   Vector<T> deviation{};
   Vector<T> square{};
-  for_each_vector(plane, pitch, rows, cols, [&](Vector<T> x, auto mask) {
-    const Vector<T> d = select(mask, stage(x) - mean, zero);
+  for_each_vector(plane, pitch, rows, cols, [&](T* at, auto mask) {
+    const Vector<T> y = kReplaces ? load(at) : stage(load(at));
+    const Vector<T> d = select(mask, y - mean, zero);
     deviation += d;
     square += d * d;
   });

@@ -103,6 +103,35 @@ FUSEDCONV_INLINE X select(Mask mask, X yes, X no) {
   return mask ? yes : no;
 }
 
+// The second where either is NaN. Each is one instruction on x86, which compilers do not see in the
+// comparison.
+FUSEDCONV_INLINE Vector<float> larger_or_second(Vector<float> a, Vector<float> b) {
+#if defined(__AVX512F__)
+  return (Vector<float>)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vector<float>)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+
+FUSEDCONV_INLINE Vector<float> smaller_or_second(Vector<float> a, Vector<float> b) {
+#if defined(__AVX512F__)
+  return (Vector<float>)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vector<float>)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return select(a < b, a, b);
+#endif
+}
+
+FUSEDCONV_INLINE Vector<double> larger_or_second(Vector<double> a, Vector<double> b) {
+  return select(a > b, a, b);
+}
+FUSEDCONV_INLINE Vector<double> smaller_or_second(Vector<double> a, Vector<double> b) {
+  return select(a < b, a, b);
+}
+
 // NaN wins, as in torch.maximum.
 template <class X>
 FUSEDCONV_INLINE X maximum(X a, X b) {
@@ -176,10 +205,10 @@ FUSEDCONV_INLINE Exponential<X> split_exponential(X x) {
   return {series * r, (X)(exponent << F::kMantissaBits)};
 }
 
+// Keeps NaN.
 template <class X>
 FUSEDCONV_INLINE X limit(X x, X low, X high) {
-  x = select(x > high, high, x);
-  return select(x < low, low, x);
+  return larger_or_second(low, smaller_or_second(high, x));
 }
 
 // At the ends of the range the scale is infinity and zero.
