@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chains_table import CONV_ROWS, ROWS, Own, Row, draw_own, generator, module_input, modules, randn
 from helpers import GRADIENT_BOUNDS, double, same_bits
@@ -165,6 +166,32 @@ def test_row_16_each_subset_of_what_needs_a_gradient(row: Row) -> None:
             assert (leaf.grad is not None) == (i in chosen)
             if leaf.grad is not None:
                 torch.testing.assert_close(leaf.grad, expected[i], rtol=1e-9, atol=1e-9)
+
+
+class Masks(TorchDispatchMode):
+    """Notes which gradients the private backward operators are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = [argument.name for argument in func._schema.arguments]
+        if "output_mask" in names and "fusedconv" in func.name():
+            self.seen.append(list(args[names.index("output_mask")]))
+        return func(*args, **(kwargs or {}))
+
+
+@conv_rows
+def test_row_16_only_what_is_needed_is_computed(row: Row) -> None:
+    own, values = conv_values(row, "mask")
+    ours, _ = conv_function(row, own)
+    for chosen in range(len(values)):
+        leaves = [t.clone().requires_grad_(i == chosen) for i, t in enumerate(values)]
+        y = ours(*leaves).sum()
+        with Masks() as masks:
+            y.backward()
+        assert masks.seen == [[i == chosen for i in range(len(values))]]
 
 
 @conv_rows

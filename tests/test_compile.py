@@ -13,7 +13,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, module_input, modules, randn
+import fusedconv
+from chains_table import (
+    CONV_ROWS,
+    ROWS,
+    Row,
+    draw_own,
+    fused_keywords,
+    generator,
+    map_tensors,
+    module_arguments,
+    module_input,
+    modules,
+    randn,
+)  # fmt: skip
 from helpers import new_process
 
 rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
@@ -198,6 +211,17 @@ def test_row_27_script_and_trace_saved_and_loaded_in_a_new_process(tmp_path: Pat
     printed = new_process(LOAD, tmp_path, "script", "trace")
     assert "script is right" in printed
     assert "trace is right" in printed
+
+
+@scriptable
+def test_row_27_script_with_whole_numbers_where_floats_are_meant() -> None:
+    """KernelBench writes clamp bounds as 0 and 1 at times; TorchScript tells them from floats."""
+    row = next(row for row in CONV_ROWS if row.has_pool)
+    own = module_arguments(row, 8) | {"clamp_min": 0, "clamp_max": 1}
+    fused = getattr(fusedconv, str(row.module))(3, 8, 3, **fused_keywords(row, 8, own))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        close([torch.jit.script(fused)(module_input())], [fused(module_input())])
 
 
 @scriptable

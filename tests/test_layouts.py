@@ -118,6 +118,18 @@ def test_row_2_parameters_that_are_views(row: Row) -> None:
     check_chain(row, v, expanded)
 
 
+@all_rows
+def test_row_2_tensors_with_the_negative_bit(row: Row) -> None:
+    """The imaginary part of a conjugate: its memory holds the opposite sign."""
+    gen = generator(row.chain, "negative")
+    v = torch.complex(randn(gen, 2, 8, 6, 9), randn(gen, 2, 8, 6, 9)).conj().imag
+    assert v.is_neg()
+    own = draw_own(row, 8, gen)
+    check_chain(row, v, own)
+    if row.module:
+        check_conv(row, v, randn(gen, 8, 8, 3, 3) / 8, None, own)
+
+
 @conv_rows
 def test_row_2_ambiguous_strides(row: Row) -> None:
     """Dimensions of size one, whose strides mean nothing: one channel, one row, one column, one sample."""

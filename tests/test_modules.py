@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -29,7 +30,7 @@ from chains_table import (
     randn,
     to_channels_last,
 )
-from helpers import failure
+from helpers import failure, new_process
 
 rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 
@@ -442,6 +443,54 @@ def test_row_30_a_weight_of_a_tensor_subclass(row: Row) -> None:
         torch.testing.assert_close(
             fused(x).as_subclass(Tensor), plain(x).as_subclass(Tensor), rtol=2e-5, atol=2e-5
         )
+
+
+@rows
+def test_default_dtype_and_inference_mode(row: Row) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        fused, plain = modules(row)
+        x = module_input().double()
+        with torch.inference_mode():
+            y = fused(x)
+        assert y.dtype == torch.float64
+        torch.testing.assert_close(y.clone(), plain(x).detach(), rtol=1e-10, atol=1e-10)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+FULLY_SHARD = """
+import sys
+import torch
+import torch.distributed as dist
+from chains_table import CONV_ROWS, module_input, modules
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+for row in CONV_ROWS:
+    fused, plain = modules(row)
+    fully_shard(fused.conv, mesh=mesh)
+    fully_shard(fused, mesh=mesh)
+    x = module_input()
+    y, right = fused(x), plain(x)
+    torch.testing.assert_close(y, right, rtol=2e-5, atol=2e-5)
+    y.square().sum().backward()
+    right.square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        got = fused.get_parameter(name).grad.full_tensor()
+        scale = max(1.0, float(parameter.grad.abs().max()))
+        torch.testing.assert_close(got / scale, parameter.grad / scale, rtol=1e-4, atol=1e-4)
+print("sharded")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_row_30_fully_shard_of_the_conv(tmp_path: Path) -> None:
+    """The sharded weight is gathered in the conv's own hooks, so the conv itself must be called."""
+    assert "sharded" in new_process(FULLY_SHARD, tmp_path / "store")
 
 
 @rows

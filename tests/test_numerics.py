@@ -141,7 +141,8 @@ def test_conv_groups(row: Row, conv_groups: int) -> None:
 def test_larger_maps_with_many_channels(row: Row) -> None:
     """More rows, channels and input channels than any tile holds, and several samples for each thread."""
     gen = generator(row.chain, "large")
-    for c_in, c_out, size in ((65, 72, (19, 67)), (8, 64, (71, 130)), (200, 33, (10, 12))):
+    shapes = ((65, 72, (19, 67)), (8, 64, (71, 130)), (200, 33, (10, 12)), (1030, 1026, (6, 7)))
+    for c_in, c_out, size in shapes:
         x, weight, bias = conv_inputs(gen, 3, (c_in, c_out), size)
         check_conv(row, x, weight, bias, draw_own(row, c_out, gen, pool_size=4))
 
