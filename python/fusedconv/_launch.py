@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +23,13 @@ _CODES = {
 
 # What the kernels take from a chain's arguments, in the order of _C.Arguments, and what stands for none.
 _VECTORS = ("bias", "scale", "norm_weight", "norm_bias")
-_SCALARS = {"num_groups": 0, "eps": 0.0, "pool_size": (1, 1), "clamp_min": None, "clamp_max": None}
-_NO_SCALARS = tuple(_SCALARS.values())
+_SCALARS: dict[str, Any] = {
+    "num_groups": 0,
+    "eps": 0.0,
+    "pool_size": (1, 1),
+    "clamp_min": -math.inf,
+    "clamp_max": math.inf,
+}
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -33,66 +37,111 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _tensor(tensor: Tensor) -> _C.Tensor:
-    return tensor.data_ptr(), _CODES[tensor.dtype], tensor.shape, tensor.stride()
+def _form(tensor: Tensor) -> tuple[int, Sequence[int], Sequence[int]]:
+    return _CODES[tensor.dtype], tensor.shape, tensor.stride()
+
+
+Run = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, launches, gives the output
+Launch = Callable[[Sequence[Any], Tensor], None]  # the same, into an output that is there
 
 
 class Launcher:
-    """Runs the kernels of one operator, whose arguments are called ``names``."""
+    """Prepares the launches of one operator, whose arguments are called ``names``.
+
+    What follows from the arguments' forms (sizes, strides, dtypes) and numbers is worked out once, by an
+    example of them and of the output. The ``Run`` that comes out serves every call of the same signature; it
+    looks at pointers only. ``source`` gives the conv's output by PyTorch.
+    """
 
     def __init__(self, chain: Chain, names: Sequence[str], has_conv: bool) -> None:
         self._chain = chain.name
         self._has_conv = has_conv
-        self._vectors = [(slot, names.index(name)) for slot, name in enumerate(_VECTORS) if name in names]
-        # One call picks the scalars out of (*arguments, *defaults).
-        places = (names.index(name) if name in names else len(names) + i for i, name in enumerate(_SCALARS))
-        self._pick_scalars = operator.itemgetter(*places)
+        self._place = {name: i for i, name in enumerate(names)}
 
-    def _arguments(
-        self, args: Sequence[Any], channels: int, compute: torch.dtype, alive: list[Tensor]
-    ) -> _C.Arguments:
-        """The chain's arguments for the kernels. Copies go to ``alive``, which must outlive the launch."""
-        pointers: Any = [0, 0, 0, 0]
-        for slot, place in self._vectors:
-            vector = args[place]
-            if vector is not None:
-                if vector.dtype is not compute or vector.numel() != channels or not vector.is_contiguous():
-                    vector = vector.to(compute).reshape(-1).expand(channels).contiguous()
-                    alive.append(vector)
-                pointers[slot] = vector.data_ptr()
-        num_groups, eps, pool, low, high = self._pick_scalars((*args, *_NO_SCALARS))
-        low = -math.inf if low is None else low
-        high = math.inf if high is None else high
-        return (*pointers, num_groups, eps, pool[0], pool[1], low, high)
-
-    def is_direct(self, args: Sequence[Any]) -> bool:
-        """Whether our own conv kernel runs this call; else PyTorch's conv, and the chain on what it gives."""
+    def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: Run) -> Run:
+        """Our own conv runs float32 and float64 without groups. Else PyTorch's conv, then the chain."""
         dtype = args[0].dtype
-        return self._has_conv and args[-1] == 1 and (dtype is torch.float32 or dtype is torch.float64)
+        if self._has_conv and args[-1] == 1 and (dtype is torch.float32 or dtype is torch.float64):
+            return self._with_output(args, output, self._cpu_conv(args, output), "conv_bias", *_VECTORS)
 
-    def cpu_conv(self, args: Sequence[Any], output: Tensor) -> None:
-        input, weight, conv_bias = args[:3]
-        stride, padding, dilation = args[-4:-1]
-        if conv_bias is not None:
-            conv_bias = conv_bias.contiguous()
-        alive: list[Tensor] = []
-        arguments = self._arguments(args, weight.shape[0], input.dtype, alive)
-        _C.cpu_conv2d(
-            self._chain, _tensor(input), _tensor(weight), 0 if conv_bias is None else conv_bias.data_ptr(),
-            stride, padding, dilation, arguments, _tensor(output), torch.get_num_threads(),
-        )  # fmt: skip
+        def kernel(v: _C.Tensor, arguments: _C.Arguments, output: _C.Tensor) -> None:
+            _C.cpu_chain(self._chain, v, arguments, output, torch.get_num_threads())
 
-    def cpu_chain(self, v: Tensor, args: Sequence[Any], output: Tensor) -> None:
-        alive: list[Tensor] = []
-        arguments = self._arguments(args, v.shape[1], compute_dtype(v.dtype), alive)
-        _C.cpu_chain(self._chain, _tensor(v), arguments, _tensor(output), torch.get_num_threads())
+        return self._two_steps(args, output, source, kernel)
 
-    def cuda_chain(self, v: Tensor, args: Sequence[Any], output: Tensor) -> None:
-        alive: list[Tensor] = []
-        arguments = self._arguments(args, v.shape[1], compute_dtype(v.dtype), alive)
-        device = v.get_device()
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        _C.cuda_chain(self._chain, _tensor(v), arguments, _tensor(output), device, stream)
+    def prepare_cuda(self, args: Sequence[Any], output: Tensor, source: Run) -> Run:
+        """PyTorch's conv, then the chain."""
+        device = args[0].get_device()
+
+        def kernel(v: _C.Tensor, arguments: _C.Arguments, output: _C.Tensor) -> None:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            _C.cuda_chain(self._chain, v, arguments, output, device, stream)
+
+        return self._two_steps(args, output, source, kernel)
+
+    def _cpu_conv(self, args: Sequence[Any], output: Tensor) -> Launch:
+        chain, arguments, has_bias = self._chain, self._arguments(args), args[2] is not None
+        input_form, weight_form, output_form = _form(args[0]), _form(args[1]), _form(output)
+        stride, padding, dilation = map(tuple, args[-4:-1])
+
+        def launch(args: Sequence[Any], output: Tensor) -> None:
+            _C.cpu_conv2d(
+                chain, (args[0].data_ptr(), *input_form), (args[1].data_ptr(), *weight_form),
+                args[2].data_ptr() if has_bias else 0, stride, padding, dilation, arguments(args),
+                (output.data_ptr(), *output_form), torch.get_num_threads(),
+            )  # fmt: skip
+
+        return launch
+
+    def _two_steps(
+        self, args: Sequence[Any], output: Tensor, source: Run, kernel: Callable[..., None]
+    ) -> Run:
+        arguments, form = self._arguments(args), _form(output)
+
+        def launch(args: Sequence[Any], output: Tensor) -> None:
+            v = source(args)  # lives until the kernel has run
+            kernel((v.data_ptr(), *_form(v)), arguments(args), (output.data_ptr(), *form))
+
+        return self._with_output(args, output, launch, *_VECTORS)
+
+    def _arguments(self, args: Sequence[Any]) -> Callable[[Sequence[Any]], _C.Arguments]:
+        """How to make _C.Arguments."""
+        given = {name: args[i] for name, i in self._place.items() if args[i] is not None}
+        vectors = [(slot, self._place[name]) for slot, name in enumerate(_VECTORS) if name in given]
+        num_groups, eps, pool, low, high = (given.get(name, absent) for name, absent in _SCALARS.items())
+        scalars = num_groups, eps, pool[0], pool[1], low, high
+
+        def arguments(args: Sequence[Any]) -> _C.Arguments:
+            pointers: Any = [0, 0, 0, 0]
+            for slot, place in vectors:
+                pointers[slot] = args[place].data_ptr()
+            return (*pointers, *scalars)
+
+        return arguments
+
+    def _with_output(self, args: Sequence[Any], output: Tensor, launch: Launch, *vectors: str) -> Run:
+        """Around a launch: an output, and vectors made one contiguous value a channel of the compute type."""
+        size, stride, dtype, is_empty = output.shape, output.stride(), output.dtype, output.numel() == 0
+        channels = args[1].shape[0] if self._has_conv else args[0].shape[1]
+        compute = compute_dtype(args[0].dtype)
+
+        def is_ready(vector: Tensor) -> bool:
+            return vector.dtype is compute and vector.numel() == channels and vector.is_contiguous()
+
+        places = [self._place[name] for name in vectors if name in self._place]
+        unready = [i for i in places if args[i] is not None and not is_ready(args[i])]
+
+        def run(args: Sequence[Any]) -> Tensor:
+            output: Tensor = args[0].new_empty_strided(size, stride, dtype=dtype)
+            if unready:
+                args = list(args)
+                for place in unready:
+                    args[place] = args[place].to(compute).reshape(-1).expand(channels).contiguous()
+            if not is_empty:
+                launch(args, output)
+            return output
+
+        return run
 
     def has_cuda(self, device: int) -> bool:
         """Whether a kernel of this build can run on this device. Warns once if the build is why not."""

@@ -14,7 +14,7 @@ private ``_<operator>_backward``. A call meets these dispatch keys from top to b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
 from ._conv import convolution, convolution_backward
-from ._launch import Launcher, compute_dtype
+from ._launch import Launcher, Run, compute_dtype
 from .chains import CHAINS, CHECKS, Chain, Shape, check_conv, check_image, check_output_dtype
 from .config import check_precision, get_float32_precision
 
@@ -41,6 +41,8 @@ _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 _CPU_ONLY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+_PREPARED = 1024  # signatures that an operator remembers
 
 Function = Callable[..., Any]
 Look = tuple[Shape, torch.dtype, torch.memory_format]  # what an output looks like
@@ -83,7 +85,9 @@ class Operator:
         self.checks = [(i, name, CHECKS[name]) for i, name in enumerate(names) if name in CHECKS]
         self.promoting = [i for i, name in enumerate(names) if name in ("bias", "scale")]
         self.pool = names.index("pool_size") if "pool_size" in names else None
+        self.pairs = [i for i, a in enumerate(arguments) if "List" in str(a.type)]
         self.launcher = Launcher(chain, names, has_conv)
+        self.prepared: dict[tuple[Any, ...], Run] = {}
         self.backward = Backward(self, schema)
 
         _implement(
@@ -120,9 +124,8 @@ class Operator:
             calls = _unmapped(batch_size, in_dims, given)
             return torch.stack([self.op(*args, **options) for args in calls])
         mapped = given[0].movedim(in_dims[0], 0)
-        self.fake(
-            mapped.new_empty(mapped.shape[1:]), *given[1:], **options
-        )  # checks the sizes that the caller sees
+        sample = mapped.new_empty(mapped.shape[1:])
+        self.fake(sample, *given[1:], **options)  # checks the sizes that the caller sees
         output: Tensor = self.op(mapped.flatten(0, 1), *given[1:], **options)
         return output.view(*mapped.shape[:2], *output.shape[1:])
 
@@ -146,23 +149,42 @@ class Operator:
         return output
 
     def cpu(self, *given: Any, **options: Any) -> Tensor:
-        args = self.complete(given)
-        output = _empty(self.look(args, **options), args[0].device)
-        if output.numel():
-            if self.launcher.is_direct(args):
-                self.launcher.cpu_conv(args, output)
-            else:
-                self.launcher.cpu_chain(self.source(args, options.get("precision")), args, output)
-        return output
+        signature = self.signature(given, options)
+        run = self.prepared.get(signature)
+        if run is None:
+            run = self.prepare(signature, self.launcher.prepare_cpu, given, **options)
+        return run(given)
 
     def cuda(self, *given: Any, **options: Any) -> Tensor:
+        if not self.launcher.has_cuda(given[0].get_device()):
+            return self.plain(*given, **options)
+        signature = (*self.signature(given, options), *(a.device for a in given if isinstance(a, Tensor)))
+        run = self.prepared.get(signature)
+        if run is None:
+            run = self.prepare(signature, self.launcher.prepare_cuda, given, **options)
+        return run(given)
+
+    def signature(self, given: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """All that the checks and the launch depend on, but for devices: a CPU kernel meets no others."""
+        key = list(given)
+        count = len(key)
+        for i in self.tensors:
+            if i < count and (tensor := key[i]) is not None:
+                key[i] = tensor.shape, tensor.stride(), tensor.dtype
+        for i in self.pairs:
+            if i < count:
+                key[i] = tuple(key[i])
+        return (*key, *options.items())
+
+    def prepare(self, signature: Any, prepare: Function, given: Sequence[Any], **options: Any) -> Run:
         args = self.complete(given)
-        if not self.launcher.has_cuda(args[0].get_device()):
-            return self.plain(*args, **options)
-        output = _empty(self.look(args, **options), args[0].device)
-        if output.numel():
-            self.launcher.cuda_chain(self.source(args, options.get("precision")), args, output)
-        return output
+        output = _empty(self.look(args, **options), torch.device("meta"))
+        precision = options.get("precision")
+        run: Run = prepare(args, output, lambda args: self.source(self.complete(args), precision))
+        if len(self.prepared) >= _PREPARED:
+            self.prepared.clear()
+        self.prepared[signature] = run
+        return run
 
     def fake(self, *given: Any, **options: Any) -> Tensor:
         args = self.complete(given)
