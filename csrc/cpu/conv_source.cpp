@@ -108,16 +108,16 @@ void ConvSource<T>::pack_weight() {
 template <class T>
 void ConvSource<T>::set_offsets(const Buffer<int64_t>& offset, int64_t channel_stride) const {
   const int64_t phase_stride = packed_rows_ * this->pitch;
-  int64_t tap = 0;
-  for (int64_t i = 0; i < in_channels_; ++i) {
-    for (int64_t kh = 0; kh < vertical_.kernel; ++kh) {
-      for (int64_t kw = 0; kw < horizontal_.kernel; ++kw, ++tap) {
-        const int64_t phase = vertical_.phase(kh) * horizontal_.phases() + horizontal_.phase(kw);
-        offset[tap] = i * channel_stride + phase * phase_stride + vertical_.shift(kh) * this->pitch +
-                      horizontal_.shift(kw);
-      }
+  const int64_t kernel = vertical_.kernel * horizontal_.kernel;
+  for (int64_t kh = 0; kh < vertical_.kernel; ++kh) {
+    const int64_t row =
+        vertical_.phase(kh) * horizontal_.phases() * phase_stride + vertical_.shift(kh) * this->pitch;
+    for (int64_t kw = 0; kw < horizontal_.kernel; ++kw) {
+      offset[kh * horizontal_.kernel + kw] =
+          row + horizontal_.phase(kw) * phase_stride + horizontal_.shift(kw);
     }
   }
+  for (int64_t tap = kernel; tap < taps_; ++tap) offset[tap] = offset[tap - kernel] + channel_stride;
 }
 
 template <class T>

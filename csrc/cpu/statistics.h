@@ -7,11 +7,19 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+// Two sums side by side: half the wait for one addition after the other.
 template <class T>
 FUSEDCONV_INLINE double sum_of_lanes(Vector<T> x) {
-  double sum = 0;
-  for (int lane = 0; lane < kLanes<T>; ++lane) sum += double(x[lane]);
-  return sum;
+  T lane[kLanes<T>];
+  store(lane, x);
+  double even = 0;
+  double odd = 0;
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes<T>; i += 2) {
+    even += double(lane[i]);
+    odd += double(lane[i + 1]);
+  }
+  return even + odd;
 }
 
 // Calls visit(at, mask) for each vector of rows x cols pixels; mask says which lanes are pixels.
