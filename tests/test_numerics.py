@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -250,6 +252,52 @@ def test_a_sample_of_the_chain_does_not_depend_on_its_batch(row: Row, dtype: tor
     assert same_bits(y, row.chain_op(v, own))
     for i in range(5):
         assert same_bits(y[i : i + 1], row.chain_op(v[i : i + 1], own))
+
+
+@all_rows
+def test_what_was_prepared_for_one_call_serves_no_other(row: Row) -> None:
+    """Calls that differ in one number, layout or dtype only, twice over: nothing of one may serve another."""
+    gen = generator(row.chain, "prepared")
+    v, x = randn(gen, 2, 12, 8, 8), randn(gen, 2, 12, 9, 9)
+    weight, bias = randn(gen, 12, 12, 2, 2) / 7, randn(gen, 12)
+    base = draw_own(row, 12, gen)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"eps": 0.5},
+        {"num_groups": 2},
+        {"pool_size": [1, 4]},
+        {"clamp_min": None},
+    ]
+    changes += [{"clamp_max": 0.1}, {"norm_weight": None}, {"norm_bias": None}, {"scale": randn(gen, 1)}]
+    changes += [
+        {name: randn(gen, 24)[::2].view(t.shape)} for name, t in base.items() if isinstance(t, Tensor)
+    ]
+    for change in [change for change in changes if change.keys() <= base.keys()] * 2:
+        own = base | change
+        for layout in (torch.contiguous_format, torch.channels_last):
+            check_chain(row, v.contiguous(memory_format=layout), own)
+            check_chain(row, v.bfloat16().contiguous(memory_format=layout), own)
+            check_chain(row, v.transpose(2, 3), own)
+            if row.module:
+                check_conv(row, x.contiguous(memory_format=layout), weight, bias, own)
+                check_conv(row, x, weight.contiguous(memory_format=layout), None, own, dilation=2)
+                check_conv(row, x, weight.transpose(2, 3), randn(gen, 24)[::2], own, stride=(2, 1))
+
+
+@all_rows
+def test_nothing_is_kept_alive(row: Row) -> None:
+    """Inputs, parameters and outputs are freed when the caller lets go of them."""
+    gen = generator(row.chain, "alive")
+    own = draw_own(row, 8, gen)
+    tensors = [randn(gen, 2, 8, 6, 6), *(t for t in own.values() if isinstance(t, Tensor))]
+    y = row.chain_op(tensors[0], own)
+    if row.module:
+        tensors.append(randn(gen, 8, 8, 3, 3))
+        tensors.append(row.conv_op(tensors[0], tensors[-1], None, own))
+    watched = [weakref.ref(t) for t in (*tensors, y)]
+    del tensors, own, y
+    gc.collect()
+    assert [t() for t in watched if t() is not None] == []
 
 
 @conv_rows

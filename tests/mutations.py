@@ -1,0 +1,299 @@
+"""Breaks the code on purpose, one place at a time, and looks whether a test notices.
+
+    python tests/mutations.py             all mutations; writes tests/MUTATIONS.md if every one is noticed
+    python tests/mutations.py 8 relu      only those of row 8 and those whose description holds "relu"
+
+Works on a copy of the checkout in a temporary folder; fusedconv must not be installed in editable mode. Needs what
+a build without isolation needs: scikit-build-core, pybind11, cmake and ninja.
+"""
+
+# ruff: noqa: E501  code that is to be replaced is quoted as it stands
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU, CORE, PYTHON = "csrc/cpu/", "csrc/core/", "python/fusedconv/"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    rows: str  # of the table of cases, or a word for what is not in it
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str  # arguments of pytest; at least one test must fail
+
+
+MUTATIONS = (
+    Mutation("1", "the output is always NCHW", PYTHON + "_register.py",
+             "if over_width < over_channels:", "if True:", "tests/test_numerics.py -k row_1_"),
+    Mutation("2", "strides of a contiguous tensor are passed on", PYTHON + "_launch.py",
+             "tensor.stride()", "tensor.contiguous().stride()", "tests/test_layouts.py -k row_2"),
+    Mutation("2", "expanded and stepped parameters are passed as they are", PYTHON + "_launch.py",
+             " and vector.is_contiguous()", "", "tests/test_layouts.py -k row_2_param"),
+    Mutation("3", "an empty gradient for parameters at batch 0", PYTHON + "_register.py",
+             "torch.zeros_like(a) for a in wanted", "torch.ones_like(a) for a in wanted", "tests/test_layouts.py -k row_3"),
+    Mutation("4", "32-bit offset of a sample", CPU + "tensor_source.h",
+             "place.sample * v_.stride[0]", "int32_t(place.sample * v_.stride[0])", "tests/test_layouts.py -k row_4"),
+    Mutation("5", "a tail counts one column too many in the statistics", CPU + "statistics.h",
+             "(cols - whole);", "(cols - whole + 1);", "tests/test_numerics.py -k row_5"),
+    Mutation("5", "the last column of a tail is not stored", CPU + "convert.h",
+             "for (int64_t w = 0; w < pixels; ++w) to_row[w] = Narrow",
+             "for (int64_t w = 0; w < pixels - (pixels % 4 == 1); ++w) to_row[w] = Narrow", "tests/test_numerics.py -k 'row_5 or written'"),
+    Mutation("6", "no error for one element per group", PYTHON + "chains.py",
+             "if channels == groups and height == 1", "if False and height == 1", "tests/test_special_values.py -k row_6"),
+    Mutation("7", "groups that do not divide the channels are let through", PYTHON + "chains.py",
+             "if groups < 1 or channels % groups:", "if groups < 1:", "tests/test_errors.py -k '7 and divide'"),
+    Mutation("8", "statistics by E[x^2] - E[x]^2 in float32", CPU + "statistics.h",
+             "const T mean = T(sum_of_lanes<T>(sum) / count);", "const T mean = T(0);", "tests/test_numerics.py -k row_8"),
+    Mutation("9", "a sum of squares saturates where half does", CPU + "schedule.h",
+             "all.m2 / all.count", "(all.m2 > 65504.0 ? 65504.0 : all.m2) / all.count", "tests/test_numerics.py -k row_9"),
+    Mutation("10", "relu loses NaN", CORE + "pointwise.h",
+             "select(x < T(0), X{}, x)", "select(x > T(0), x, X{})", "tests/test_special_values.py -k row_10"),
+    Mutation("10", "the clamp loses NaN", CORE + "pointwise.h",
+             "select(x != x || low != low, x + low, clamped)", "select(low != low, x + low, clamped)",
+             "tests/test_special_values.py -k row_10"),
+    Mutation("10", "logsumexp loses NaN", CPU + "reduce_tile.h",
+             "select(sum != sum, sum, select(infinite, most, shift + log(sum)))",
+             "select(infinite, most, shift + log(select(sum != sum, Vector<T>{} + T(1), sum)))",
+             "tests/test_special_values.py -k row_10"),
+    Mutation("10", "padding is multiplied with garbage", CPU + "conv_source.cpp",
+             "for (int64_t x = stop; x < this->pitch; ++x) packed[x] = T(0);", "", "tests/test_special_values.py -k row_10"),
+    Mutation("11", "the norm's scale loses its sign", CORE + "chain.h",
+             "static_cast<T>(weight * inverse_deviation);", "static_cast<T>(__builtin_fabs(weight) * inverse_deviation);",
+             "tests/test_special_values.py -k row_11"),
+    Mutation("12", "the last of tied values gets the gradient", PYTHON + "chains.py",
+             "F.max_pool2d(torch.group_norm(v, num_groups, norm_weight, norm_bias, eps) * scale, pool_size)",
+             "F.max_pool2d((torch.group_norm(v, num_groups, norm_weight, norm_bias, eps) * scale).flip(3), pool_size).flip(3)", "tests/test_special_values.py -k row_12_ties"),
+    Mutation("12", "a pool window larger than the map is let through", PYTHON + "chains.py",
+             "(fits := window <= size) is not True", "False", "tests/test_special_values.py -k row_12"),
+    Mutation("13", "logsumexp without the maximum", CPU + "reduce_tile.h",
+             "select(infinite, Vector<T>{}, most);", "Vector<T>{};", "tests/test_special_values.py -k row_13"),
+    Mutation("13", "logsumexp of infinities subtracts them", CPU + "reduce_tile.h",
+             "select(infinite, Vector<T>{}, most);", "most;", "tests/test_special_values.py -k row_13"),
+    Mutation("14", "the gradient of relu at 0 is a half", PYTHON + "chains.py",
+             "    v = F.relu(v)\n", "    v = torch.maximum(v, torch.zeros_like(v))\n", "tests/test_special_values.py -k row_14"),
+    Mutation("15", "the lower clamp bound wins where the bounds cross", CORE + "pointwise.h",
+             "const X raised = select(x >= low, x, low);\n    const X clamped = select(raised <= high, raised, high);",
+             "const X raised = select(x <= high, x, high);\n    const X clamped = select(raised >= low, raised, low);",
+             "tests/test_special_values.py -k row_15"),
+    Mutation("15", "a NaN bound is ignored", CORE + "pointwise.h",
+             "x != x || low != low", "x != x", "tests/test_special_values.py -k row_15"),
+    Mutation("16", "every gradient is computed", PYTHON + "_register.py",
+             "mask = [needed[i] for i in places]", "mask = [args[i] is not None for i in places]",
+             "tests/test_autograd.py -k row_16"),
+    Mutation("17", "the weight's dtype is not looked at", PYTHON + "chains.py",
+             "if weight.dtype is not dtype or weight.device != device:", "if weight.device != device:",
+             "tests/test_errors.py -k '17 and weight'"),
+    Mutation("17", "devices are not looked at", PYTHON + "chains.py",
+             "or tensor.device != input.device:", "or False:", "tests/test_errors.py -k device"),
+    Mutation("18", "stride 0 is let through", PYTHON + "chains.py",
+             "stride[0] < 1 or", "stride[0] < 0 or", "tests/test_errors.py -k 'stride'"),
+    Mutation("18", "a kernel larger than the input is let through", PYTHON + "chains.py",
+             "for fits in (spare_h >= 0, spare_w >= 0):", "for fits in (True, spare_w >= 0):", "tests/test_errors.py -k kernel"),
+    Mutation("19", "autocast does not cast", PYTHON + "_register.py",
+             "if _autocasts(args[i]):", "if False:", "tests/test_autocast.py -k row_19"),
+    Mutation("19", "autocast casts all arguments", PYTHON + "_register.py",
+             "for i in self.conv_tensors[: len(args)]:", "for i in self.tensors[: len(args)]:", "tests/test_autocast.py"),
+    Mutation("23", "the GIL is kept in a long call", "csrc/bindings.cpp",
+             "  const py::gil_scoped_release release;\n  run_on_cpu(chain, {to_tensor(input), &conv,",
+             "  run_on_cpu(chain, {to_tensor(input), &conv,", "tests/test_threads.py -k row_23_the_gil"),
+    Mutation("23", "all calls share one scratch memory", CPU + "schedule.h",
+             "const Buffer<T> memory(plan_.threads * (source_elements_ + tile_elements_));",
+             "static const Buffer<T> memory(100'000'000);", "tests/test_threads.py -k row_23_many"),
+    Mutation("24", "a forked child uses the parent's threads", CPU + "threads.cpp",
+             "bool runs_serially() { return in_forked_child; }", "bool runs_serially() { return false; }",
+             "tests/test_threads.py -k row_24_children"),
+    Mutation("25", "the number of threads is the machine's", PYTHON + "_launch.py",
+             "torch.get_num_threads(),\n            )  # fmt: skip", "2,\n            )  # fmt: skip", "tests/test_threads.py -k row_25_one"),
+    Mutation("25", "tiles, and so sums, depend on the number of threads", CPU + "schedule.h",
+             "kTilePixels / source.pitch)", "kTilePixels / source.pitch / threads / 8 + 1)", "tests/test_threads.py -k row_25_any"),
+    Mutation("bits", "tiles, and so sums, depend on the batch", CPU + "schedule.h",
+             "kTilePixels / source.pitch)", "kTilePixels / source.pitch / source.samples / 8 + 1)",
+             "tests/test_numerics.py -k depend"),
+    Mutation("26", "the batch is tied to the example's", PYTHON + "chains.py",
+             "    return shape\n\n\ndef check_conv", "    return tuple(int(s) for s in shape)\n\n\ndef check_conv",
+             "tests/test_compile.py -k row_26_compile"),
+    Mutation("26", "a graph break in the module", PYTHON + "config.py",
+             "    return _precision\n", "    print(end='')\n    torch._dynamo.graph_break()\n    return _precision\n",
+             "tests/test_compile.py -k row_26_compile"),
+    Mutation("27", "the bounds of the clamp stay whole numbers", PYTHON + "nn.py",
+             "None if clamp_min is None else float(clamp_min)", "clamp_min", "tests/test_compile.py -k row_27_script"),
+    Mutation("27", "the fake operator gives another memory format", PYTHON + "_register.py",
+             "return _empty(self.look(args, **options), args[0].device)\n\n    def plain",
+             "return _empty(self.look(args, **options), args[0].device).contiguous(memory_format=torch.channels_last)"
+             "\n\n    def plain", "tests/test_compile.py tests/test_errors.py -k 'opcheck or fake_output'"),
+    Mutation("cache", "what was prepared forgets the strides", PYTHON + "_register.py",
+             "tensor.shape, tensor.stride(), tensor.dtype", "tensor.shape, tensor.dtype", "tests/test_numerics.py -k prepared"),
+    Mutation("cache", "what was prepared forgets the numbers", PYTHON + "_register.py",
+             "return (*key, *options.items())",
+             "return (*(k for k in key if not isinstance(k, float)), *options.items())", "tests/test_numerics.py -k prepared"),
+    Mutation("28", "no rule for the second gradient", PYTHON + "_register.py",
+             "if _needs_gradient(args) or _has_tangent(args):", "if False:", "tests/test_autograd.py -k 'gradcheck or second'"),
+    Mutation("28", "torch.func sees no gradient", PYTHON + "_register.py",
+             "if tangent or torch._C._are_functorch_transforms_active():", "if tangent:",
+             "tests/test_autograd.py -k 'func_grad or jacobian'"),
+    Mutation("28", "vmap takes the first dimension for the mapped one", PYTHON + "_register.py",
+             "given[0].movedim(in_dims[0], 0)", "given[0]", "tests/test_autograd.py -k row_28_vmap"),
+    Mutation("28", "forward mode is silently zero", PYTHON + "_register.py",
+             "    return forward_ad._current_level >= 0 and any(", "    return False and any(",
+             "tests/test_autograd.py -k forward_mode"),
+    Mutation("29", "refuses deterministic mode", PYTHON + "_register.py",
+             "    def cpu(self, *given: Any, **options: Any) -> Tensor:\n",
+             "    def cpu(self, *given: Any, **options: Any) -> Tensor:\n"
+             "        assert not torch.are_deterministic_algorithms_enabled()\n", "tests/test_threads.py -k row_29"),
+    Mutation("30", "hooks of the conv are bypassed", PYTHON + "nn.py",
+             "module._forward_hooks\n        or ", "", "tests/test_modules.py -k 'row_30_what and conv'"),
+    Mutation("30", "pre-hooks of the conv are bypassed", PYTHON + "nn.py",
+             "        or module._forward_pre_hooks\n", "", "tests/test_modules.py -k row_30"),
+    Mutation("30", "backward hooks are bypassed", PYTHON + "nn.py",
+             "        or module._backward_hooks\n", "", "tests/test_modules.py -k row_30"),
+    Mutation("30", "a subclass in the conv's place is bypassed", PYTHON + "nn.py",
+             "return type(module) is kind and not", "return isinstance(module, kind) and not",
+             "tests/test_modules.py -k 'row_30_what'"),
+    Mutation("30", "a forward put on the instance is bypassed", PYTHON + "nn.py",
+             '        or "forward" in module.__dict__\n', "", "tests/test_modules.py -k row_30_what"),
+    Mutation("30", "a weight that is no plain parameter is bypassed", PYTHON + "nn.py",
+             '        or "weight" not in parameters\n        or not _is_ordinary(parameters["weight"])\n', "",
+             "tests/test_modules.py -k row_30"),
+    Mutation("30", "global hooks are bypassed", PYTHON + "nn.py",
+             "        or _every_module._global_forward_hooks\n", "", "tests/test_modules.py -k row_30_global"),
+    Mutation("30", "padding_mode is ignored", PYTHON + "nn.py",
+             ' or conv.padding_mode != "zeros"', "", "tests/test_modules.py -k keyword"),
+    Mutation("30", "scale starts as randn", PYTHON + "nn.py",
+             "torch.ones(", "torch.randn(", "tests/test_modules.py -k same_seed"),
+    Mutation("profiler", "the two-step path everywhere", PYTHON + "_launch.py",
+             "if self._has_conv and args[-1] == 1", "if False and args[-1] == 1", "tests/test_memory.py -k no_operator"),
+    Mutation("memory", "all tiles of a unit are kept", CPU + "schedule.h",
+             "kKeepBytes = 16 * 1024 * 1024", "kKeepBytes = int64_t(1) << 40", "tests/test_memory.py -k tenth"),
+    Mutation("bounds", "the input is read past its end", CPU + "conv_source.cpp",
+             "return has_packed_layout && end <= vertical_.size * this->pitch;", "return has_packed_layout;",
+             "tests/test_layouts.py -k outside"),
+    Mutation("packaging", "links OpenMP", "CMakeLists.txt",
+             "Threads::Threads ${CMAKE_DL_LIBS})", "Threads::Threads ${CMAKE_DL_LIBS} -Wl,--no-as-needed -l:libgomp.so.1)",
+             "tests/test_packaging.py -k dependencies"),
+    Mutation("packaging", "exports the kernels", "CMakeLists.txt",
+             "set(CMAKE_CXX_VISIBILITY_PRESET hidden)\nset(CMAKE_VISIBILITY_INLINES_HIDDEN ON)\n", "",
+             "tests/test_packaging.py -k weak"),
+    Mutation("packaging", "an import changes a setting of torch", PYTHON + "config.py",
+             '_precision = "default"\n', '_precision = "default"\ntorch.set_num_threads(1)\n',
+             "tests/test_packaging.py -k import_does_not"),
+    Mutation("isa", "the cap is ignored", CPU + "dispatch.cpp",
+             "if (level.name == cap) return level;", "if (level.name == cap) break;", "tests/test_isa.py -k level_is_right"),
+    Mutation("precision", "the setting is not passed on", PYTHON + "nn.py",
+             "return get_float32_precision()", "return None", "tests/test_config.py -k guarded"),
+)  # fmt: skip
+
+
+class Copy:
+    """A copy of the checkout, built and installed beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.site = folder / "copy", folder / "site"
+        tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+        for name in tracked.stdout.split("\n"):
+            if name and (ROOT / name).is_file():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.root / name)
+        self.install()
+
+    def install(self) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-build-isolation",
+            "--no-deps",
+            "--upgrade",
+        ]
+        command += ["--target", str(self.site), "-C", "cmake.define.FUSEDCONV_CUDA=OFF", str(self.root)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.stale = False
+
+    def put(self, file: str, text: str) -> None:
+        """Python files are copied at once; anything else is built before the next test."""
+        (self.root / file).write_text(text)
+        if file.startswith(PYTHON):
+            shutil.copy2(self.root / file, self.site / "fusedconv" / Path(file).name)
+        else:
+            self.stale = True
+
+    def failing_test(self, arguments: str) -> str | None:
+        """The first test that fails, or what else went wrong; None if all pass."""
+        if self.stale:
+            self.install()
+        command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider --tb=no --durations=0 {arguments}"
+        environment = {**os.environ, "PYTHONPATH": str(self.site), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(
+            command, shell=True, cwd=self.root, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            return None
+        failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED")]
+        if failed:
+            return failed[0].split("::")[1].split("[")[0]
+        if done.returncode < 0 or done.returncode >= 128:  # killed: read the name of the test that did it
+            return f"a crash of {arguments.split()[0]}"
+        raise RuntimeError(f"pytest did not run: {command}\n{done.stdout}\n{done.stderr}")
+
+
+def table(found: list[tuple[Mutation, str]]) -> str:
+    lines = [
+        "# Mutations",
+        "",
+        "Each line is a way in which `tests/mutations.py` broke the code on purpose, and the test that failed because of it. The",
+        "number is a row of the table of inputs on which libraries of this kind have failed; the tests' names carry the same.",
+        "",
+        "| row | mutation | in | failing test |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [f"| {m.rows} | {m.what} | `{m.file}` | `{test}` |" for m, test in found]
+    return "\n".join(lines) + "\n"
+
+
+def main(words: list[str]) -> int:
+    chosen = [
+        m for m in MUTATIONS if not words or any(w == m.rows or (len(w) > 2 and w in m.what) for w in words)
+    ]
+    found: list[tuple[Mutation, str]] = []
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder))
+        for mutation in chosen:
+            began = time.monotonic()
+            original = (copy.root / mutation.file).read_text()
+            if mutation.old not in original:
+                test, verdict = None, "DOES NOT APPLY: the code has changed"
+            else:
+                copy.put(mutation.file, original.replace(mutation.old, mutation.new))
+                test = copy.failing_test(mutation.tests)
+                verdict = f"noticed by {test}" if test else "NOT NOTICED"
+                copy.put(mutation.file, original)
+            print(
+                f"{mutation.rows:>9}  {mutation.what}: {verdict} ({time.monotonic() - began:.0f} s)",
+                flush=True,
+            )
+            if test:
+                found.append((mutation, test))
+            else:
+                wrong += 1
+    if not wrong and not words:
+        (ROOT / "tests" / "MUTATIONS.md").write_text(table(found))
+    print(f"{len(found)} noticed, {wrong} not")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
