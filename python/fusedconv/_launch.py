@@ -122,6 +122,7 @@ class Launcher:
     def _with_output(self, args: Sequence[Any], output: Tensor, launch: Launch, *vectors: str) -> Run:
         """Around a launch: an output, and vectors made one contiguous value a channel of the compute type."""
         size, stride, dtype, is_empty = output.shape, output.stride(), output.dtype, output.numel() == 0
+        device = args[0].device
         channels = args[1].shape[0] if self._has_conv else args[0].shape[1]
         compute = compute_dtype(args[0].dtype)
 
@@ -132,7 +133,7 @@ class Launcher:
         unready = [i for i in places if args[i] is not None and not is_ready(args[i])]
 
         def run(args: Sequence[Any]) -> Tensor:
-            output: Tensor = args[0].new_empty_strided(size, stride, dtype=dtype)
+            output = torch.empty_strided(size, stride, dtype=dtype, device=device)
             if unready:
                 args = list(args)
                 for place in unready:

@@ -271,7 +271,7 @@ class _Gradient(torch.autograd.Function):
         found = ctx.operator.backward.op(grad, *args, mask, precision=ctx.precision)
         gradients: list[Tensor | None] = [None] * len(needed)
         for i, gradient in zip(places, _tuple(found), strict=True):
-            gradients[i] = gradient
+            gradients[i] = gradient if needed[i] else None
         return (None, None, None, *gradients)
 
 
@@ -282,8 +282,8 @@ _record: Any = super(torch.autograd.Function, _Gradient).apply
 class Backward:
     """``_<operator>_backward(grad, <the operator's arguments>, output_mask)``: a gradient for each tensor.
 
-    It is like ``torch.empty_like(argument)``, or undefined where the mask, with an entry for each, does not
-    ask for it. (A list of the wanted ones alone would be simpler, but ``is_grads_batched`` maps no list.)
+    It is like ``torch.empty_like(argument)``, or has no elements where the mask, with an entry for each, does
+    not ask for it: Inductor takes no undefined tensors, ``is_grads_batched`` no list of those wanted.
     Everything is recomputed from the reference.
     """
 
@@ -312,8 +312,7 @@ class Backward:
 
     def vmap(self, batch_size: int, in_dims: Sequence[int | None], *args: Any, **options: Any) -> Any:
         calls = [_tuple(self.op(*sample, **options)) for sample in _unmapped(batch_size, in_dims, args)]
-        samples_of_each = zip(*calls, strict=True)
-        return _returns([None if each[0] is None else torch.stack(each) for each in samples_of_each])
+        return _returns([torch.stack(samples) for samples in zip(*calls, strict=True)])
 
     def autograd(self, keyset: Any, *args: Any, **options: Any) -> Any:
         if _needs_gradient(args) or _has_tangent(args):
@@ -339,13 +338,13 @@ class Backward:
 
         wanted = self.wanted(args)
         if grad.numel() == 0:
-            return _returns([None if a is None else torch.zeros_like(a) for a in wanted])
+            return _returns([grad.new_empty(0) if a is None else torch.zeros_like(a) for a in wanted])
         gradients = self.gradients(pullback, grad, args, precision)
         taken = {grad.data_ptr()}
         return _returns([_result(a, gradient, taken) for a, gradient in zip(wanted, gradients, strict=True)])
 
     def fake(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        return _returns([None if a is None else torch.empty_like(a) for a in self.wanted(args)])
+        return _returns([grad.new_empty(0) if a is None else torch.empty_like(a) for a in self.wanted(args)])
 
     def wanted(self, args: Sequence[Any]) -> list[Tensor | None]:
         """The tensor arguments, None where the mask does not ask for the gradient."""
@@ -353,12 +352,12 @@ class Backward:
 
     def gradients(
         self, pullback: Pullback, grad: Tensor, args: Sequence[Any], precision: str | None
-    ) -> list[Tensor | None]:
+    ) -> list[Tensor]:
         """The chain's vector-Jacobian product, then the conv's."""
         operator = self.operator
         *args, mask = args
         wanted = [i for i, wants in zip(operator.tensors, mask, strict=True) if wants]
-        gradients: dict[int, Tensor | None] = {}
+        gradients: dict[int, Any] = {}
         if wanted:
             own = [i for i in wanted if i >= self.first_own]
             through_v = len(own) < len(wanted)
@@ -381,7 +380,7 @@ class Backward:
                 )
             elif through_v:
                 gradients[0] = found[-1]
-        return [gradients.get(i) for i in operator.tensors]
+        return [gradients[i] if i in wanted else grad.new_empty(0) for i in operator.tensors]
 
 
 # ---- helpers ----
@@ -420,10 +419,10 @@ def _is_channels_last(input: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def _result(argument: Tensor | None, gradient: Tensor | None, taken: set[int]) -> Tensor | None:
+def _result(argument: Tensor | None, gradient: Tensor, taken: set[int]) -> Tensor:
     """The gradient laid out as the fake operator says, in memory of its own."""
-    if argument is None or gradient is None:
-        return None
+    if argument is None:
+        return gradient
     if gradient.stride() != argument.stride() or gradient.data_ptr() in taken:
         gradient = torch.empty_like(argument).copy_(gradient)
     taken.add(gradient.data_ptr())
