@@ -41,6 +41,18 @@ def _form(tensor: Tensor) -> tuple[int, Sequence[int], Sequence[int]]:
     return _CODES[tensor.dtype], tensor.shape, tensor.stride()
 
 
+# Products for one value of a conv's output. Up to so many our own conv is the faster one with its chain; beyond, the conv
+# takes nearly all of the time, and oneDNN's, which blocks over many channels, takes less of it.
+_MOST_PRODUCTS = 512
+
+
+def _runs_directly(input: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether our own conv runs on the CPU. oneDNN has no float64, and our own no groups and no half precision."""
+    if groups != 1 or input.dtype not in (torch.float32, torch.float64):
+        return False
+    return input.dtype is torch.float64 or weight[0].numel() <= _MOST_PRODUCTS
+
+
 Run = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, launches, gives the output
 Launch = Callable[[Sequence[Any], Tensor], None]  # the same, into an output that is there
 
@@ -59,9 +71,8 @@ class Launcher:
         self._place = {name: i for i, name in enumerate(names)}
 
     def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: Run) -> Run:
-        """Our own conv runs float32 and float64 without groups. Else PyTorch's conv, then the chain."""
-        dtype = args[0].dtype
-        if self._has_conv and args[-1] == 1 and (dtype is torch.float32 or dtype is torch.float64):
+        """Our own conv, or PyTorch's and then the chain."""
+        if self._has_conv and _runs_directly(args[0], args[1], groups=args[-1]):
             return self._with_output(args, output, self._cpu_conv(args, output), "conv_bias", *_VECTORS)
 
         def kernel(v: _C.Tensor, arguments: _C.Arguments, output: _C.Tensor) -> None:

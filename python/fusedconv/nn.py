@@ -86,7 +86,7 @@ def _precision() -> str | None:
     """What an operator gets as ``precision``. A scripted module leaves it open until it runs."""
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return None
-    else:
+    else:  # noqa: RET505 - TorchScript would compile what stands behind
         return get_float32_precision()
 
 
