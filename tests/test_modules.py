@@ -205,12 +205,12 @@ class LoRA(nn.Module):
 
 
 class Doubled(nn.Conv2d):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as the base class names it
+    def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
 
 
 class HalfNorm(nn.GroupNorm):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as the base class names it
+    def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) / 2
 
 

@@ -156,3 +156,33 @@ def test_unknown_chain_name_of_the_extension() -> None:
     tensor = (0, _C.FLOAT32, [1, 1, 1, 1], [1, 1, 1, 1])
     with pytest.raises((ValueError, RuntimeError), match="no_such_chain"):
         _C.cpu_chain("no_such_chain", tensor, arguments, tensor, 1)
+
+
+def test_row_31_a_machine_without_a_gpu_is_told_in_words() -> None:
+    """With or without CUDA code in the build: a reason and no crash, and the CPU works."""
+    code = """
+        import torch, fusedconv
+        from fusedconv import _C
+        reason = _C.cuda_status(0)
+        assert len(reason) > 10, reason
+        info = _C.build_info()
+        assert (info["cuda"] == "not built") == (_C.cuda_chains() == ()), info
+        assert "CUDA" in fusedconv.show_config()
+        assert torch.ops.fusedconv.relu_hardswish(torch.full((1, 1, 1, 1), 4.0)).item() == 4.0
+        print("told")
+    """
+    assert "told" in new_process(code, environment={"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_row_31_the_extension_stands_alone() -> None:
+    """It loads without torch: so no torch release can break it."""
+    code = f"""
+        import importlib.util, sys
+        spec = importlib.util.spec_from_file_location("_C", {str(EXTENSION)!r})
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.cpu_isas()[0] == "baseline"
+        assert "torch" not in sys.modules
+        print("alone")
+    """
+    assert "alone" in new_process(code)
