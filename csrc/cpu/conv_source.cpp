@@ -8,9 +8,6 @@ namespace {
 constexpr int kBlockChannels = 4;
 constexpr int kBlockVectors = kVectorRegisters == 32 ? 6 : 3;
 
-// Taps whose input, for one run of pixels, stays in L1 while all channels meet it.
-constexpr int64_t kPassTaps = 128;
-
 // out[c][pixel] = bias[c] + sum over taps of weight[tap][c] * input[offset[tap] + pixel], for the block's
 // channels. Without a bias the sum goes on from what is in out.
 template <int kVectors, class T>
@@ -20,10 +17,8 @@ void multiply_block(const T* input, const int64_t* offset, int64_t taps, const T
   Vector<T> sum[kBlockChannels][kVectors];
 #pragma GCC unroll 4
   for (int c = 0; c < kBlockChannels; ++c) {
-    const T* begun = out + (c < channels ? c : 0) * out_stride;
 #pragma GCC unroll 6
-    for (int j = 0; j < kVectors; ++j)
-      sum[c][j] = bias != nullptr ? broadcast(bias[c]) : load(begun + j * kWidth);
+    for (int j = 0; j < kVectors; ++j) sum[c][j] = broadcast(bias[c]);
   }
   for (int64_t tap = 0; tap < taps; ++tap) {
     const T* pixels = input + offset[tap];
@@ -183,21 +178,14 @@ void ConvSource<T>::load(const Place& place, const Tile<T>& tile, T* packed) con
                              : packed;
   const int64_t* offset = in_place ? input_offset_.data() : packed_offset_.data();
   const int64_t vectors = ceil_div(place.rows * this->pitch, kLanes<T>);
-  // A pass of taps, then all channels of a run of pixels, before the next: the input that they share stays in
-  // L1.
-  const int64_t kernel = vertical_.kernel * horizontal_.kernel;
-  const int64_t pass_taps = larger(1, kPassTaps / kernel) * kernel;
+  // All channels of a run of pixels before the next run: the input that they share stays in L1.
   for (int64_t j = 0; j < vectors; j += kBlockVectors) {
     const int64_t pixel = j * kLanes<T>;
     const MultiplyBlock<T> multiply = multiply_block_of<T>(smaller(kBlockVectors, vectors - j));
-    for (int64_t tap = 0; tap < taps_; tap += pass_taps) {
-      for (int64_t c = 0; c < place.channels; c += kBlockChannels) {
-        const int64_t channel = place.channel + c;
-        multiply(pixels + pixel, offset + tap, smaller(pass_taps, taps_ - tap),
-                 weight_.data() + channel * taps_ + tap * kBlockChannels,
-                 tap == 0 ? bias_.data() + channel : nullptr, tile.data + c * tile.plane + pixel, tile.plane,
-                 place.channels - c);
-      }
+    for (int64_t c = 0; c < place.channels; c += kBlockChannels) {
+      const int64_t channel = place.channel + c;
+      multiply(pixels + pixel, offset, taps_, weight_.data() + channel * taps_, bias_.data() + channel,
+               tile.data + c * tile.plane + pixel, tile.plane, place.channels - c);
     }
   }
 }
