@@ -5,11 +5,10 @@ inline namespace FUSEDCONV_TARGET {
 namespace {
 
 // The register block: 4 channels x 6 vectors of pixels are 24 accumulators of 32 registers, x 3 are 12 of 16.
-constexpr int kBlockChannels = 4;
 constexpr int kBlockVectors = kVectorRegisters == 32 ? 6 : 3;
 
 // out[c][pixel] = bias[c] + sum over taps of weight[tap][c] * input[offset[tap] + pixel], for the block's
-// channels. Without a bias the sum goes on from what is in out.
+// channels.
 template <int kVectors, class T>
 void multiply_block(const T* input, const int64_t* offset, int64_t taps, const T* weight, const T* bias,
                     T* out, int64_t out_stride, int64_t channels) {

@@ -23,7 +23,6 @@ constexpr int64_t kUnitBytes = 512 * 1024;  // what is kept of a unit stays in L
 constexpr int64_t kKeepBytes =
     16 * 1024 * 1024;  // a unit larger than this is computed twice rather than kept
 constexpr int64_t kStreamBytes = 16 * 1024 * 1024;  // an output that no cache would hold until it is read
-constexpr int64_t kChannelMultiple = 4;             // a source computes so many channels at a time
 constexpr int64_t kElementsPerThread = 8192;        // fewer are not worth waking a thread
 
 template <class Body>
@@ -64,7 +63,7 @@ Plan make_plan(const Source<T>& source, const Arguments& arguments, const Tensor
   if (Chain::Reduce::kReducesChannels || (Chain::kNeedsStatistics && channels_last)) {
     plan.unit_channels = channels;
   } else {
-    const int64_t step = least_common_multiple(plan.group_channels, kChannelMultiple);
+    const int64_t step = least_common_multiple(plan.group_channels, kBlockChannels);
     const int64_t fitting = kUnitBytes / (Chain::kNeedsStatistics ? channel_bytes : row_bytes);
     plan.unit_channels = smaller(channels, larger(step, smaller(fitting, kUnitChannels) / step * step));
   }

@@ -33,6 +33,9 @@ struct Tile {
   int64_t pitch;
 };
 
+// Channels that a source computes together. The channels of a Place start at a multiple of it.
+constexpr int kBlockChannels = 4;
+
 template <class T>
 class Source {
  public:
