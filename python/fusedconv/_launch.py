@@ -21,6 +21,8 @@ _CODES = {
     torch.float16: _C.FLOAT16,
 }
 
+_CUDA_CHAINS = frozenset(_C.cuda_chains())
+
 # What the kernels take from a chain's arguments, in the order of _C.Arguments, and what stands for none.
 _VECTORS = ("bias", "scale", "norm_weight", "norm_bias")
 _SCALARS: dict[str, Any] = {
@@ -157,7 +159,7 @@ class Launcher:
 
     def has_cuda(self, device: int) -> bool:
         """Whether a kernel of this build can run on this device. Warns once if the build is why not."""
-        return _cuda_is_usable(device) and self._chain in _C.cuda_chains()
+        return _cuda_is_usable(device) and self._chain in _CUDA_CHAINS
 
 
 @functools.cache
@@ -173,7 +175,7 @@ def _cuda_is_usable(device: int) -> bool:
 @functools.cache
 def _warn_no_cuda(problem: str) -> None:
     warnings.warn(
-        f"fusedconv runs plain PyTorch on CUDA: {problem}. Build it with CUDA: with nvcc in PATH, "
-        "FUSEDCONV_CUDA=ON pip install --no-binary fusedconv fusedconv",
+        f"fusedconv runs plain PyTorch on CUDA: {problem}. To build it for this machine, put nvcc on PATH and, in "
+        "fusedconv's source, run: pip install . --config-settings=cmake.define.FUSEDCONV_CUDA=ON",
         stacklevel=2,
     )
