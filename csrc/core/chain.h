@@ -36,6 +36,8 @@ struct Chain {
   using Reduce = ReduceStage;
   using Final = FinalStages;
 
+  static_assert(!Final::kReadsConv, "after a reduction there is no conv's output of the same place");
+
   static constexpr bool kNeedsStatistics = Norm::kNeedsStatistics;
   // Between the statistics and the rest, Pre(v) is kept; but v itself where Post wants it back.
   static constexpr bool kKeepsConv = Post::kReadsConv;
@@ -47,6 +49,10 @@ struct Chain {
     return Post::value(Norm::value(x, channel), kept, channel);
   }
 };
+
+FUSEDCONV_INLINE int64_t element_count(const Tensor& tensor) {
+  return tensor.size[0] * tensor.size[1] * tensor.size[2] * tensor.size[3];
+}
 
 template <class T>
 FUSEDCONV_INLINE Channel<T> make_channel(const Arguments& arguments, int64_t c) {

@@ -1,4 +1,4 @@
-// The chains: a `using` that composes the stages, and a row in the list below.
+// The chains: each is a `using` that composes stages. chain_list.h has their names.
 #pragma once
 
 #include "chain.h"

@@ -58,7 +58,7 @@ struct Hardswish : Stage {
     X gate = x + T(3);
     gate = select(gate < T(0), X{}, gate);
     gate = select(gate > T(6), X{} + T(6), gate);
-    return x * gate * T(1.0 / 6.0);
+    return x * (gate * T(1.0 / 6.0));  // in this order it does not overflow
   }
 };
 
@@ -66,7 +66,7 @@ struct Hardswish : Stage {
 struct HardswishInside : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
-    return x * (x + T(3)) * T(1.0 / 6.0);
+    return x * ((x + T(3)) * T(1.0 / 6.0));
   }
 };
 

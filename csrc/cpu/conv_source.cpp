@@ -151,17 +151,18 @@ void ConvSource<T>::pack_input(const Place& place, T* packed) const {
         for (int64_t r = 0; r < packed_rows_; ++r, packed += this->pitch) {
           const int64_t in_row = (place.row + r) * v.stride + v_phase - v.padding;
           const bool exists = r < place.rows + v.reach() && in_row >= 0 && in_row < v.size;
-          const int64_t stop = exists ? end : begin;
-          const int64_t step = h.stride * input_.stride[3];
-          const T* pixels =
-              from + i * input_.stride[1] + in_row * input_.stride[2] + first * input_.stride[3];
-          for (int64_t x = 0; x < begin; ++x) packed[x] = T(0);
-          if (step == 1) {
-            for (int64_t x = begin; x < stop; ++x) packed[x] = pixels[x];
-          } else {
-            for (int64_t x = begin; x < stop; ++x) packed[x] = pixels[x * step];
+          if (!exists) {
+            for (int64_t x = 0; x < this->pitch; ++x) packed[x] = T(0);
+            continue;
           }
-          for (int64_t x = stop; x < this->pitch; ++x) packed[x] = T(0);
+          const T* row = from + i * input_.stride[1] + in_row * input_.stride[2];
+          for (int64_t x = 0; x < begin; ++x) packed[x] = T(0);
+          if (h.stride == 1 && input_.stride[3] == 1) {
+            for (int64_t x = begin; x < end; ++x) packed[x] = row[x + first];
+          } else {
+            for (int64_t x = begin; x < end; ++x) packed[x] = row[(x * h.stride + first) * input_.stride[3]];
+          }
+          for (int64_t x = end; x < this->pitch; ++x) packed[x] = T(0);
         }
       }
     }

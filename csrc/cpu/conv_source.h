@@ -20,6 +20,7 @@ class ConvSource final : public Source<T> {
 
   int64_t prepare(int64_t tile_rows) override;
   bool is_cheap() const override { return false; }
+  int64_t cost() const override { return 32 + taps_; }
   void load(const Place& place, const Tile<T>& tile, T* scratch) const override;
 
  private:

@@ -48,14 +48,17 @@ const std::vector<Level>& levels() {
   return found;
 }
 
+constexpr char kCapVariable[] = "FUSEDCONV_CPU_ISA";
+
 Level choose_level() {
-  const char* cap = std::getenv("FUSEDCONV_CPU_ISA");
-  if (cap != nullptr) {
-    for (const Level& level : levels()) {
-      if (level.name == cap) return level;
-    }
+  const char* cap = std::getenv(kCapVariable);
+  if (cap == nullptr) return levels().back();
+  std::string known;
+  for (const Level& level : levels()) {
+    if (level.name == cap) return level;
+    known += " " + level.name;
   }
-  return levels().back();
+  throw std::invalid_argument(std::string(kCapVariable) + " is '" + cap + "'; this machine can run:" + known);
 }
 
 const Level& level_in_use() {

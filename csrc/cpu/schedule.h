@@ -8,6 +8,7 @@
 
 #include "../core/chain.h"
 #include "buffer.h"
+#include "plan.h"
 #include "reduce_tile.h"
 #include "source.h"
 #include "statistics.h"
@@ -16,14 +17,9 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int64_t kTileBytes = 128 * 1024;  // a tile and its input stay in L2
-constexpr int64_t kTilePixels = 2048;       // short enough for sums in the compute type
-constexpr int64_t kUnitChannels = 64;       // packing the input is shared by so many channels
-constexpr int64_t kUnitBytes = 512 * 1024;  // what is kept of a unit stays in L2, where groups are that small
-constexpr int64_t kKeepBytes =
-    16 * 1024 * 1024;  // a unit larger than this is computed twice rather than kept
-constexpr int64_t kStreamBytes = 16 * 1024 * 1024;  // an output that no cache would hold until it is read
-constexpr int64_t kElementsPerThread = 8192;        // fewer are not worth waking a thread
+constexpr int64_t kKeepBytes = 16 * 1024 * 1024;     // a unit larger than this is computed twice, not kept
+constexpr int64_t kAllKeepBytes = 64 * 1024 * 1024;  // of all units that are kept at a time, one a thread
+constexpr int64_t kStreamBytes = 16 * 1024 * 1024;   // an output that no cache would hold until it is read
 
 template <class Body>
 void parallel_for(int64_t count, int threads, const Body& body) {
@@ -31,56 +27,6 @@ void parallel_for(int64_t count, int threads, const Body& body) {
       count, threads,
       [](void* context, int64_t i, int worker) { (*static_cast<const Body*>(context))(i, worker); },
       const_cast<Body*>(&body));
-}
-
-FUSEDCONV_INLINE int64_t element_count(const Tensor& tensor) {
-  return tensor.size[0] * tensor.size[1] * tensor.size[2] * tensor.size[3];
-}
-
-struct Plan {
-  int64_t group_channels;
-  int64_t unit_channels;
-  int64_t units_per_sample;
-  int64_t tile_rows;
-  int64_t tiles_per_unit;
-  int threads;
-};
-
-FUSEDCONV_INLINE int64_t least_common_multiple(int64_t a, int64_t b) {
-  int64_t multiple = a;
-  while (multiple % b != 0) multiple += a;
-  return multiple;
-}
-
-template <class Chain, class T>
-Plan make_plan(const Source<T>& source, const Arguments& arguments, const Tensor& output, int threads) {
-  Plan plan;
-  const int64_t channels = source.channels;
-  const int64_t row_bytes = source.pitch * int64_t(sizeof(T));
-  const int64_t channel_bytes = source.rows * row_bytes;
-  plan.group_channels = Chain::kNeedsStatistics ? channels / arguments.num_groups : 1;
-  const bool channels_last = output.stride[3] != 1;  // then a unit writes whole pixels
-  if (Chain::Reduce::kReducesChannels || (Chain::kNeedsStatistics && channels_last)) {
-    plan.unit_channels = channels;
-  } else {
-    const int64_t step = least_common_multiple(plan.group_channels, kBlockChannels);
-    const int64_t fitting = kUnitBytes / (Chain::kNeedsStatistics ? channel_bytes : row_bytes);
-    plan.unit_channels = smaller(channels, larger(step, smaller(fitting, kUnitChannels) / step * step));
-  }
-  plan.units_per_sample = ceil_div(channels, plan.unit_channels);
-
-  const int64_t row_multiple = Chain::Reduce::kPools ? arguments.pool[0] : 1;
-  int64_t rows = smaller(kTileBytes / (plan.unit_channels * row_bytes), kTilePixels / source.pitch);
-  rows = larger(row_multiple, smaller(rows, source.rows) / row_multiple * row_multiple);
-  plan.tiles_per_unit = ceil_div(source.rows, rows);
-  plan.tile_rows = round_up(ceil_div(source.rows, plan.tiles_per_unit), row_multiple);
-  plan.tiles_per_unit = ceil_div(source.rows, plan.tile_rows);
-
-  // No thread, and no memory for one, without work: a tile at the least, and not too small a share.
-  const int64_t elements = source.samples * channels * source.rows * source.cols;
-  const int64_t tiles = source.samples * plan.units_per_sample * plan.tiles_per_unit;
-  plan.threads = int(smaller(smaller(threads, tiles), 1 + elements / kElementsPerThread));
-  return plan;
 }
 
 template <class Chain, class T>
@@ -94,8 +40,8 @@ class Schedule {
         tile_elements_(plan_.unit_channels * plane_ + kLanes<T>),  // the last row is read in whole vectors
         row_elements_(row_buffer_elements<T>(source.cols)),
         scratch_elements_(row_elements_ + round_up(source.prepare(plan_.tile_rows), kLanes<T>)),
-        keeps_(Chain::kNeedsStatistics && !source.is_cheap() &&
-               plan_.tiles_per_unit * tile_elements_ * int64_t(sizeof(T)) <= kKeepBytes),
+        unit_bytes_(plan_.tiles_per_unit * tile_elements_ * int64_t(sizeof(T))),
+        keeps_(Chain::kNeedsStatistics && !source.is_cheap() && unit_bytes_ <= kKeepBytes),
         streams_(element_count(problem.output) * int64_t(sizeof(T)) >= kStreamBytes),
         channels_(source.channels) {
     for (int64_t c = 0; c < source.channels; ++c) channels_[c] = make_channel<T>(problem.arguments, c);
@@ -106,7 +52,8 @@ class Schedule {
     const int64_t threads = plan_.threads;
     if constexpr (!Chain::kNeedsStatistics) {
       run_in_one_pass(units);
-    } else if (units % threads == 0 || units >= 4 * threads) {
+    } else if ((units % threads == 0 || units >= 4 * threads) &&
+               (!keeps_ || threads * unit_bytes_ <= kAllKeepBytes)) {
       run_unit_by_thread(units);
     } else {
       run_unit_by_all_threads(units);
@@ -173,7 +120,8 @@ class Schedule {
       Moments all = unit.moments[g];
       for (int64_t t = 1; t < plan_.tiles_per_unit; ++t)
         all = combine(all, unit.moments[t * group_count + g]);
-      const double inverse_deviation = 1.0 / __builtin_sqrt(all.m2 / all.count + problem_.arguments.eps);
+      const double variance = all.m2 < 0 ? 0 : all.m2 / all.count;  // below zero by rounding only
+      const double inverse_deviation = 1.0 / __builtin_sqrt(variance + problem_.arguments.eps);
       for (int64_t c = g * plan_.group_channels; c < (g + 1) * plan_.group_channels; ++c) {
         unit.parameters[c] = channels_[unit.channel + c];
         set_norm(unit.parameters[c], problem_.arguments, unit.channel + c, all.mean, inverse_deviation);
@@ -254,6 +202,7 @@ class Schedule {
   const int64_t tile_elements_;
   const int64_t row_elements_;
   const int64_t scratch_elements_;  // a row buffer, then what the source needs
+  const int64_t unit_bytes_;
   const bool keeps_;
   const bool streams_;
   const Buffer<Channel<T>> channels_;

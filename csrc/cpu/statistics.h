@@ -38,11 +38,14 @@ FUSEDCONV_INLINE void for_each_vector(T* plane, int64_t pitch, int64_t rows, int
   }
 }
 
-// The moments of stage(x), which replaces x in the plane if kReplaces. The mean first, then the deviations
-// from it; their own sum corrects the rounding of the mean. The tile is in the cache, so that the second pass
-// costs little.
+// So many pixels are summed in the compute type; sums of more are put together in double.
+constexpr int64_t kSumPixels = 2048;
+
+// The moments of stage(x), which replaces x in the plane if kReplaces, for few pixels. The mean first, then
+// the deviations from it; their own sum corrects the rounding of the mean. The tile is in the cache, so that
+// the second pass costs little.
 template <bool kReplaces, class T, class Stage>
-Moments moments_of(T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
+Moments moments_of_few(T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
   const double count = double(rows) * double(cols);
   const Vector<T> zero{};
   Vector<T> sum{};
@@ -63,6 +66,21 @@ Moments moments_of(T* plane, int64_t pitch, int64_t rows, int64_t cols, const St
   });
   const double residual = sum_of_lanes<T>(deviation) / count;
   return {count, double(mean) + residual, sum_of_lanes<T>(square) - residual * residual * count};
+}
+
+// The same for any number of pixels.
+template <bool kReplaces, class T, class Stage>
+Moments moments_of(T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
+  const int64_t some_cols = smaller(cols, kSumPixels);
+  const int64_t some_rows = larger(1, kSumPixels / some_cols);
+  Moments all{};
+  for (int64_t r = 0; r < rows; r += some_rows) {
+    for (int64_t w = 0; w < cols; w += some_cols) {
+      all = combine(all, moments_of_few<kReplaces>(plane + r * pitch + w, pitch, smaller(some_rows, rows - r),
+                                                   smaller(some_cols, cols - w), stage));
+    }
+  }
+  return all;
 }
 
 }  // namespace FUSEDCONV_TARGET

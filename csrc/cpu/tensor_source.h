@@ -15,6 +15,7 @@ class TensorSource final : public Source<T> {
 
   int64_t prepare(int64_t) override { return 0; }
   bool is_cheap() const override { return true; }
+  int64_t cost() const override { return 32; }
 
   void load(const Place& place, const Tile<T>& tile, T*) const override {
     visit_dtype<T>(v_.dtype, [&](auto* element) {

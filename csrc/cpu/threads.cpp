@@ -1,13 +1,12 @@
 #include "threads.h"
 
 #include <atomic>
-#include <cstring>
+#include <system_error>
 #include <thread>
 #include <vector>
 
 #if defined(__linux__)
 #include <dlfcn.h>
-#include <link.h>
 #include <pthread.h>
 #endif
 
@@ -29,41 +28,24 @@ struct Loop {
 
 #if defined(__linux__)
 
-using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
 // The team of an OpenMP runtime does not survive a fork: a child that uses it hangs, so it runs serially.
 std::atomic<bool> in_forked_child{false};
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
 
-int find_openmp(dl_phdr_info* info, size_t, void* result) {
-  const char* path = info->dlpi_name;
-  if (path == nullptr) return 0;
-  const char* slash = std::strrchr(path, '/');
-  const char* name = slash != nullptr ? slash + 1 : path;
-  // All three runtimes export GOMP_parallel. PyTorch's wheels carry libgomp under a hashed name.
-  for (const char* runtime : {"libgomp", "libiomp5", "libomp"}) {
-    if (std::strncmp(name, runtime, std::strlen(runtime)) != 0) continue;
-    *static_cast<const char**>(result) = path;
-    return 1;
-  }
-  return 0;
-}
+using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
-// Linking an OpenMP runtime would bring a second one beside PyTorch's; so its entry is looked up where it is
-// loaded.
-GompParallel loaded_gomp_parallel() {
-  const char* path = nullptr;
-  dl_iterate_phdr(find_openmp, &path);
-  if (path == nullptr) return nullptr;
-  void* library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
-  if (library == nullptr) return nullptr;
-  return reinterpret_cast<GompParallel>(dlsym(library, "GOMP_parallel"));
+// Linking an OpenMP runtime would bring a second one beside PyTorch's, whose file may have any name; and
+// another package may have loaded one of its own. So the entry is looked up among what PyTorch's library
+// itself is linked to.
+GompParallel gomp_parallel_of_torch() {
+  void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  return torch == nullptr ? nullptr : reinterpret_cast<GompParallel>(dlsym(torch, "GOMP_parallel"));
 }
 
 bool runs_serially() { return in_forked_child; }
 
 bool run_on_openmp(Loop& loop, int threads) {
-  static const GompParallel gomp_parallel = loaded_gomp_parallel();
+  static const GompParallel gomp_parallel = gomp_parallel_of_torch();
   if (gomp_parallel == nullptr) return false;
   gomp_parallel([](void* data) { static_cast<Loop*>(data)->work(); }, &loop, unsigned(threads), 0);
   return true;
@@ -78,7 +60,11 @@ bool run_on_openmp(Loop&, int) { return false; }
 
 void run_on_std_threads(Loop& loop, int threads) {
   std::vector<std::thread> team;
-  for (int t = 1; t < threads; ++t) team.emplace_back([&loop] { loop.work(); });
+  try {
+    for (int t = 1; t < threads; ++t) team.emplace_back([&loop] { loop.work(); });
+  } catch (
+      const std::system_error&) {  // the system gives no more threads: those that are there do all the work
+  }
   loop.work();
   for (std::thread& thread : team) thread.join();
 }

@@ -52,6 +52,26 @@ std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
+// Why the device can not run the kernels; empty if it can.
+std::string reason_against(int device) {
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  if (driver == 0) return "there is no CUDA driver";
+  if (driver / 1000 < CUDART_VERSION / 1000) {
+    return "the driver supports CUDA " + version_text(driver) + ", fusedconv was built with " +
+           cuda_version();
+  }
+  try {
+    const ContextGuard guard(device);
+    const cudaError_t status = load_all_kernels();
+    if (status == cudaSuccess) return "";
+    return describe(device) + ", fusedconv was built for " + cuda_architectures() + " (" +
+           cudaGetErrorString(status) + ")";
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+}
+
 }  // namespace
 
 std::string cuda_version() { return version_text(CUDART_VERSION); }
@@ -64,23 +84,9 @@ std::vector<std::string> cuda_chains() {
 }
 
 std::string cuda_status(int device) {
-  int driver = 0;
-  cudaDriverGetVersion(&driver);
-  if (driver == 0) return "there is no CUDA driver";
-  if (driver / 1000 < CUDART_VERSION / 1000) {
-    return "the driver supports CUDA " + version_text(driver) + ", fusedconv was built with " +
-           cuda_version();
-  }
-  try {
-    const ContextGuard guard(device);
-    const cudaError_t status = load_all_kernels();
-    if (status == cudaSuccess) return "";
-    cudaGetLastError();  // a sticky copy of the error would be reported by a later launch
-    return describe(device) + ", fusedconv was built for " + cuda_architectures() + " (" +
-           cudaGetErrorString(status) + ")";
-  } catch (const std::runtime_error& error) {
-    return error.what();
-  }
+  const std::string reason = reason_against(device);
+  cudaGetLastError();  // the next launch must not report what went wrong here
+  return reason;
 }
 
 void run_on_cuda(const std::string& chain, const Problem& problem, int device, void* stream) {

@@ -88,10 +88,6 @@ __global__ void __launch_bounds__(kThreads) apply_strided(Problem problem, int64
   }
 }
 
-inline int64_t element_count(const Tensor& tensor) {
-  return tensor.size[0] * tensor.size[1] * tensor.size[2] * tensor.size[3];
-}
-
 // NCHW or channels_last without gaps.
 inline bool is_dense(const Tensor& tensor) {
   const int64_t* size = tensor.size;
@@ -143,8 +139,11 @@ struct OnePass {
 // Calls visit with the OnePass for the input's and the output's dtype: the output has the input's, or float.
 template <class Chain, class Visit>
 cudaError_t visit_dtypes(DType in, DType out, const Visit& visit) {
+  if (in != out && (out != DType::kFloat32 || in == DType::kFloat64)) return cudaErrorInvalidValue;
   const bool widens = in != out;
   switch (in) {
+    case DType::kFloat32:
+      return visit(OnePass<Chain, float, float, float>{});
     case DType::kFloat64:
       return visit(OnePass<Chain, double, double, double>{});
     case DType::kBFloat16:
@@ -153,13 +152,14 @@ cudaError_t visit_dtypes(DType in, DType out, const Visit& visit) {
     case DType::kFloat16:
       if (widens) return visit(OnePass<Chain, float, __half, float>{});
       return visit(OnePass<Chain, float, __half, __half>{});
-    default:
-      return visit(OnePass<Chain, float, float, float>{});
   }
+  return cudaErrorInvalidValue;
 }
 
 template <class Chain>
 cudaError_t launch_one_pass(const Problem& problem, cudaStream_t stream) {
+  static_assert(!Chain::kNeedsStatistics && !Chain::Reduce::kPools && !Chain::Reduce::kReducesChannels,
+                "one pass stores every value and knows no statistics");
   if (element_count(problem.input) == 0) return cudaSuccess;
   return visit_dtypes<Chain>(problem.input.dtype, problem.output.dtype,
                              [&](auto pass) { return pass.launch(problem, stream); });
@@ -168,7 +168,7 @@ cudaError_t launch_one_pass(const Problem& problem, cudaStream_t stream) {
 template <class Chain>
 cudaError_t load_one_pass() {
   for (const DType in : {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16}) {
-    for (const DType out : {in, DType::kFloat32}) {
+    for (const DType out : {in, in == DType::kFloat64 ? in : DType::kFloat32}) {
       const cudaError_t status = visit_dtypes<Chain>(in, out, [](auto pass) { return pass.load(); });
       if (status != cudaSuccess) return status;
     }

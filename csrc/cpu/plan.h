@@ -1,0 +1,75 @@
+// How much of a problem is one tile and one unit, and how many threads share the work.
+#pragma once
+
+#include "../core/chain.h"
+#include "source.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+constexpr int64_t kTileBytes = 128 * 1024;  // a tile and its input stay in L2
+constexpr int64_t kTilePixels = 2048;       // of one channel, which then stays in L1
+constexpr int64_t kLeastPixels = 128;       // a tile of fewer costs more than it computes
+constexpr int64_t kSampleTiles =
+    4;  // a sample is at least so many tiles, for threads to share, where it can be
+constexpr int64_t kUnitChannels = 64;       // packing the input is shared by so many channels
+constexpr int64_t kUnitBytes = 512 * 1024;  // what is kept of a unit stays in L2, where groups are that small
+constexpr int64_t kThreadOperations = 1 << 18;  // fewer are not worth waking a thread
+
+struct Plan {
+  int64_t group_channels;
+  int64_t unit_channels;
+  int64_t units_per_sample;
+  int64_t tile_rows;
+  int64_t tiles_per_unit;
+  int threads;
+};
+
+FUSEDCONV_INLINE int64_t least_common_multiple(int64_t a, int64_t b) {
+  int64_t multiple = a;
+  while (multiple % b != 0) multiple += a;
+  return multiple;
+}
+
+template <class Chain, class T>
+int64_t channels_of_unit(const Source<T>& source, int64_t group_channels, const Tensor& output) {
+  const bool channels_last = output.stride[3] != 1;  // then a unit writes whole pixels
+  if (Chain::Reduce::kReducesChannels || (Chain::kNeedsStatistics && channels_last)) return source.channels;
+  const int64_t row_bytes = source.pitch * int64_t(sizeof(T));
+  const int64_t step = least_common_multiple(group_channels, kBlockChannels);
+  const int64_t fitting = kUnitBytes / (Chain::kNeedsStatistics ? source.rows * row_bytes : row_bytes);
+  return smaller(source.channels, larger(step, smaller(fitting, kUnitChannels) / step * step));
+}
+
+template <class T>
+int64_t rows_of_tile(const Source<T>& source, int64_t unit_channels, int64_t units_per_sample,
+                     int64_t row_multiple) {
+  const int64_t row_bytes = unit_channels * source.pitch * int64_t(sizeof(T));
+  int64_t rows = smaller(kTileBytes / row_bytes, kTilePixels / source.pitch);
+  if (units_per_sample < kSampleTiles) {
+    rows = smaller(rows, larger(source.rows / kSampleTiles, ceil_div(kLeastPixels, source.pitch)));
+  }
+  rows = larger(row_multiple, smaller(rows, source.rows) / row_multiple * row_multiple);
+  const int64_t tiles = ceil_div(source.rows, rows);
+  return round_up(ceil_div(source.rows, tiles), row_multiple);  // all of nearly the same size
+}
+
+template <class Chain, class T>
+Plan make_plan(const Source<T>& source, const Arguments& arguments, const Tensor& output, int threads) {
+  Plan plan;
+  plan.group_channels = Chain::kNeedsStatistics ? source.channels / arguments.num_groups : 1;
+  plan.unit_channels = channels_of_unit<Chain>(source, plan.group_channels, output);
+  plan.units_per_sample = ceil_div(source.channels, plan.unit_channels);
+  plan.tile_rows = rows_of_tile(source, plan.unit_channels, plan.units_per_sample,
+                                Chain::Reduce::kPools ? arguments.pool[0] : 1);
+  plan.tiles_per_unit = ceil_div(source.rows, plan.tile_rows);
+
+  // No thread, and no memory for one, without work: a tile at the least, and not too small a share.
+  const int64_t elements = source.samples * source.channels * source.rows * source.cols;
+  const int64_t tiles = source.samples * plan.units_per_sample * plan.tiles_per_unit;
+  plan.threads = int(smaller(smaller(threads, tiles), 1 + elements * source.cost() / kThreadOperations));
+  return plan;
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
