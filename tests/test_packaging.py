@@ -93,22 +93,24 @@ def stub() -> ast.Module:
 
 
 def test_the_stub_is_true() -> None:
-    """`_C.pyi` names what `_C` has, no more and no less, with the same argument names."""
-    functions = {node.name: node for node in stub().body if isinstance(node, ast.FunctionDef)}
+    """`_C.pyi` names what `_C` has, no more and no less, with as many arguments. The bindings name none of them."""
+    functions = {node.name: node.args for node in stub().body if isinstance(node, ast.FunctionDef)}
     constants = {
         n.target.id for n in stub().body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
     }
     constants = {name for name in constants if name.isupper()}
     real = {name for name in dir(_C) if not name.startswith("_")}
     assert functions.keys() | constants == real
-    for name, node in functions.items():
-        said = [argument.arg for argument in node.args.args]
-        signature = re.match(r"\w+\((.*)\)", (getattr(_C, name).__doc__ or "").split("\n")[0])
-        assert signature, f"{name} has no signature"
-        actual = re.findall(r"(\w+): ", re.sub(r"\[[^\[\]]*(\[[^\[\]]*\][^\[\]]*)*\]", "", signature[1]))
-        assert [a for a in actual if not a.startswith("arg")] == (
-            said if actual and not actual[0].startswith("arg") else []
-        ), name
+    for name, said in functions.items():
+        documented = getattr(_C, name).__doc__.split("\n")[0]
+        signature = re.fullmatch(rf"{name}\((.*)\) -> .+", documented)
+        assert signature, f"{name} has no signature in {documented!r}"
+        actual = re.findall(r"(\w+): ", signature[1])
+        assert actual == [f"arg{i}" for i in range(len(actual))], (
+            f"{name} has named arguments: so must the stub"
+        )
+        assert len(said.posonlyargs) == len(actual), name
+        assert not (said.args or said.kwonlyargs or said.vararg or said.kwarg or said.defaults), name
     for name in constants:
         assert isinstance(getattr(_C, name), int)
 
