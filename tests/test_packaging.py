@@ -110,7 +110,7 @@ def test_the_stub_is_true() -> None:
             f"{name} has named arguments: so must the stub"
         )
         assert len(said.posonlyargs) == len(actual), name
-        assert not (said.args or said.kwonlyargs or said.vararg or said.kwarg or said.defaults), name
+        assert not any((said.args, said.kwonlyargs, said.vararg, said.kwarg, said.defaults)), name
     for name in constants:
         assert isinstance(getattr(_C, name), int)
 
