@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Shape = tuple[int, int, int, int]
+Pair = int | Sequence[int]  # what nn.Conv2d takes for a height and a width
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -115,6 +116,13 @@ CHAINS = (
 )
 
 
+def as_pair(size: Pair) -> tuple[int, ...]:
+    """An int, or a sequence of one, stands for both. The checks refuse other lengths than two."""
+    if not isinstance(size, (tuple, list, Sequence)):  # the first two spare the ABC, which is slow
+        return size, size
+    return (*size, *size) if len(size) == 1 else tuple(size)
+
+
 # ---- checks ----
 #
 # Real and fake operators run these same functions, so their errors are the same. As in PyTorch's conv the
@@ -130,9 +138,10 @@ def _must(condition: bool, message: str) -> None:
 
 def _wrong_kin(name: str, tensor: Tensor, input: Tensor, or_float32: bool) -> RuntimeError:
     """A tensor that goes with ``input`` must have its device, and its dtype or, where allowed, float32."""
-    if tensor.dtype is not input.dtype and not (or_float32 and tensor.dtype is torch.float32):
-        allowed = f"{input.dtype} or torch.float32" if or_float32 else f"{input.dtype}"
-        return RuntimeError(f"{name} must be {allowed} to go with input, but is {tensor.dtype}")
+    allowed = (input.dtype, torch.float32) if or_float32 else (input.dtype,)
+    if tensor.dtype not in allowed:
+        words = " or ".join(str(dtype) for dtype in dict.fromkeys(allowed))
+        return RuntimeError(f"{name} must be {words} to go with input, but is {tensor.dtype}")
     return RuntimeError(
         f"{name} is on {tensor.device}, but input is on {input.device}; they must be on one device"
     )
@@ -140,6 +149,10 @@ def _wrong_kin(name: str, tensor: Tensor, input: Tensor, or_float32: bool) -> Ru
 
 def _wrong_pair(name: str, pair: Sequence[int], least: int) -> RuntimeError:
     return RuntimeError(f"{name} must have two values, each at least {least}, but is {list(pair)}")
+
+
+# Beyond, the number of elements of a padded map might not fit in 64 bits.
+_MOST_PADDING = 2**31 - 1
 
 
 def check_image(input: Tensor) -> Shape:
@@ -198,6 +211,8 @@ def check_conv(
         raise _wrong_pair("stride", stride, 1)
     if len(padding) != 2 or padding[0] < 0 or padding[1] < 0:
         raise _wrong_pair("padding", padding, 0)
+    if padding[0] > _MOST_PADDING or padding[1] > _MOST_PADDING:
+        raise RuntimeError(f"padding must be at most {_MOST_PADDING}, but is {list(padding)}")
     if len(dilation) != 2 or dilation[0] < 1 or dilation[1] < 1:
         raise _wrong_pair("dilation", dilation, 1)
 
@@ -209,6 +224,11 @@ def check_conv(
                 fits,
                 f"weight of shape {list(shape)} with dilation {list(dilation)} is a kernel larger than the "
                 f"padded input: input has shape {list(input.shape)}, padding is {list(padding)}",
+            )
+    for some in (height > 0, width > 0):
+        if some is not True:
+            _must(
+                some, f"input must have a height and a width of at least 1, but has shape {list(input.shape)}"
             )
     return n, out_channels, spare_h // stride[0] + 1, spare_w // stride[1] + 1
 
@@ -273,7 +293,7 @@ CHECKS: dict[str, Check] = {
 
 
 def check_output_dtype(asked: torch.dtype, natural: torch.dtype) -> None:
-    """``output_dtype`` may be any dtype that is computed in the same way as the unfused chain's own."""
-    allowed = DTYPES[1:2] if natural is torch.float64 else (DTYPES[0], *DTYPES[2:])
-    if asked not in allowed:
-        raise RuntimeError(f"output_dtype must be one of {list(allowed)} for these arguments, but is {asked}")
+    """``output_dtype`` is the unfused chain's own or, unless that is float64, float32, as under autocast."""
+    if asked is not natural and (asked is not torch.float32 or natural is torch.float64):
+        words = "" if natural in (torch.float32, torch.float64) else " or torch.float32"
+        raise RuntimeError(f"output_dtype must be {natural}{words} for these arguments, but is {asked}")

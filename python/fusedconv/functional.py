@@ -5,24 +5,28 @@ output has its memory format. ``weight`` (``[C_out, C_in / groups, KH, KW]``) an
 (``[C_out]``) have the input's dtype; all other parameters have that or float32. ``bias`` and ``scale`` have
 one value, or one a channel as ``[C, 1, 1]``; ``norm_weight`` and ``norm_bias`` have shape ``[C]``. The
 output has the dtype that the unfused chain gives. ``stride``, ``padding``, ``dilation`` and ``groups`` are
-the conv's; ``num_groups`` is always the group norm's. ``precision`` is ``"default"``, ``"ieee"`` or
+the conv's, in numbers: the ``padding`` strings ``"same"`` and ``"valid"`` are for the modules.
+``num_groups`` is always the group norm's. ``precision`` is ``"default"``, ``"ieee"`` or
 ``"tf32"``; without it :func:`fusedconv.set_float32_precision` counts.
+
+The operators have one more argument, ``output_dtype``, which is autocast's own: it asks for float32 where the
+unfused chain under autocast gives that. Nothing else needs it.
 
 The functions named ``conv2d_...`` run the conv and the chain; those without run the chain on a conv's output.
 
 Raises:
+    TypeError: for a ``padding`` in words.
     RuntimeError: for an argument of wrong shape, dtype, device or range; the message names it.
     ValueError: for an unknown ``precision``, or, as ``F.group_norm``, where a whole group is a single value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from . import _register  # noqa: F401  (defines torch.ops.fusedconv)
+from .chains import Pair, as_pair
 from .config import get_float32_precision
 
 __all__ = [
@@ -38,18 +42,15 @@ __all__ = [
 ]
 
 _ops = torch.ops.fusedconv
-Pair = int | Sequence[int]
 
 
-def _pair(size: Pair) -> Sequence[int]:
-    return size if isinstance(size, Sequence) else (size, size)
-
-
-def _geometry(stride: Pair, padding: Pair, dilation: Pair, groups: int) -> tuple[Pair, ...]:
+def _geometry(stride: Pair, padding: Pair | str, dilation: Pair, groups: int) -> tuple[Pair, ...]:
     """The conv's last arguments; none where all are defaults, which a call then need not carry."""
     if stride == dilation == groups == 1 and padding == 0:
         return ()
-    return _pair(stride), _pair(padding), _pair(dilation), groups
+    if isinstance(padding, str):
+        raise TypeError(f"padding must be numbers here, but is {padding!r}; strings are for the modules")
+    return as_pair(stride), as_pair(padding), as_pair(dilation), groups
 
 
 def _or_setting(precision: str | None) -> str:
@@ -145,7 +146,7 @@ def conv2d_group_norm_scale_max_pool_clamp(
         norm_bias,
         eps,
         scale,
-        _pair(pool_size),
+        as_pair(pool_size),
         clamp_min,
         clamp_max,
         *_geometry(stride, padding, dilation, groups),
@@ -251,7 +252,7 @@ def group_norm_scale_max_pool_clamp(
         norm_bias,
         eps,
         scale,
-        _pair(pool_size),
+        as_pair(pool_size),
         clamp_min,
         clamp_max,
         precision=_or_setting(precision),

@@ -10,15 +10,18 @@ as it can be.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import torch
 import torch.nn.functional as F
 import torch.nn.modules.module as _every_module
 from torch import Tensor, nn
-from typing_extensions import Self, TypedDict, Unpack
 
+from .chains import as_pair
 from .config import get_float32_precision
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 __all__ = [
     "ConvBiasScaleSigmoidGroupNorm",
@@ -73,13 +76,22 @@ def _conv2d(
     )  # fmt: skip
 
 
-def _parameter(tensor: Tensor) -> nn.Parameter:
+def _parameter(name: str, tensor: Tensor) -> nn.Parameter:
     """A parameter as it is; any other tensor as a parameter that is trained if the tensor was."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, but is of type {type(tensor).__name__}")
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, tensor.requires_grad)
 
 
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+_OTHER_CONVS = (nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose3d)
+
+
+def _check_part(name: str, part: Any, stock: type[nn.Module], *unfit: type[nn.Module]) -> None:
+    """Any module may stand in for a stock part (LoRA, quantisation), but for those that cannot be meant."""
+    if not isinstance(part, nn.Module) or isinstance(part, unfit):
+        raise TypeError(
+            f"{name} must be an nn.{stock.__name__} or a module in its place, but is of type {type(part).__name__}"
+        )
 
 
 def _precision() -> str | None:
@@ -117,6 +129,7 @@ def _is_stock(module: nn.Module, kind: type[nn.Module]) -> bool:
         or _every_module._global_backward_pre_hooks
         or "weight" not in parameters
         or not _is_ordinary(parameters["weight"])
+        or not _is_ordinary(parameters.get("bias"))
     )
 
 
@@ -127,32 +140,42 @@ class _ConvChain(nn.Module):
     ``forward`` has ``else`` even after a ``return``, because TorchScript would compile what stands behind it.
     """
 
-    __constants__: tuple[str, ...] = ("_padding",)
-    __jit_unused_properties__: tuple[str, ...] = ("_padding", "_operator")
+    __constants__: tuple[str, ...] = ("_geometry",)
+    __jit_unused_properties__: tuple[str, ...] = ("_geometry", "_operator")
 
     _chain = ""  # the operator without its conv
 
     def _take_conv(self, conv: nn.Conv2d) -> None:
+        _check_part("conv", conv, nn.Conv2d, *_OTHER_CONVS, nn.GroupNorm)
         super().__init__()
         self.conv = conv
         self.training = conv.training
 
     @property
-    def _padding(self) -> tuple[int, int] | None:
-        """The conv's padding in numbers; None if no operator would do what the conv does."""
+    def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+        """The conv's stride, padding and dilation in numbers; None if no operator would do what the conv does."""
         conv = cast(nn.Conv2d, self._modules["conv"])  # self.conv would take ten times as long
         if not _is_stock(conv, nn.Conv2d) or conv.padding_mode != "zeros":
             return None
+        stride, dilation = as_pair(conv.stride), as_pair(conv.dilation)
         if not isinstance(conv.padding, str):
-            height, width = conv.padding
-            return height, width
-        left, right, top, bottom = conv._reversed_padding_repeated_twice
-        return (top, left) if (top, left) == (bottom, right) else None
+            return stride, as_pair(conv.padding), dilation
+        if conv.padding == "valid":
+            return stride, (0, 0), dilation
+        if conv.padding != "same" or stride != (1, 1):  # the conv says what is wrong
+            return None
+        kernel = cast(Tensor, conv._parameters["weight"]).shape[2:]
+        total = [
+            d * (int(size) - 1) for d, size in zip(dilation, kernel, strict=False)
+        ]  # jit.trace has tensors
+        if any(pixels % 2 for pixels in total):  # more on one side than on the other
+            return None
+        return stride, tuple(pixels // 2 for pixels in total), dilation
 
     @property
     def _operator(self) -> str | None:
         """The operator that a call runs; None if it goes step by step."""
-        return self._chain if self._padding is None else f"conv2d_{self._chain}"
+        return self._chain if self._geometry is None else f"conv2d_{self._chain}"
 
     def extra_repr(self) -> str:
         return f"operator={self._operator}"
@@ -161,11 +184,16 @@ class _ConvChain(nn.Module):
 class _ConvNormChain(_ConvChain):
     """The same with a GroupNorm."""
 
-    __constants__: tuple[str, ...] = ("_padding", "_stock_norm")
-    __jit_unused_properties__ = ("_padding", "_operator", "_stock_norm")
+    __constants__: tuple[str, ...] = ("_geometry", "_stock_norm")
+    __jit_unused_properties__ = ("_geometry", "_operator", "_stock_norm")
+
+    _before_norm: str | None = (
+        None  # the operator for the steps between the conv and a norm that is not stock
+    )
 
     def _take_conv_norm(self, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> None:
         self._take_conv(conv)
+        _check_part("group_norm", group_norm, nn.GroupNorm, *_OTHER_CONVS, nn.Conv2d)
         self.group_norm = group_norm
 
     @property
@@ -174,7 +202,7 @@ class _ConvNormChain(_ConvChain):
 
     @property
     def _operator(self) -> str | None:
-        return super()._operator if self._stock_norm else None
+        return super()._operator if self._stock_norm else self._before_norm
 
 
 class ConvReLUHardswish(_ConvChain):
@@ -204,13 +232,13 @@ class ConvReLUHardswish(_ConvChain):
 
     def forward(self, input: Tensor) -> Tensor:
         conv = self.conv
-        padding = self._padding
-        if padding is None:
+        geometry = self._geometry
+        if geometry is None:
             v = conv(input)
             output: Tensor = torch.ops.fusedconv.relu_hardswish(v, precision=_precision())
         else:
             output = torch.ops.fusedconv.conv2d_relu_hardswish(
-                input, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups,
+                input, conv.weight, conv.bias, *geometry, conv.groups,
                 precision=_precision(),
             )  # fmt: skip
         return output
@@ -226,6 +254,7 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
     """
 
     _chain = "bias_scale_sigmoid_group_norm"
+    _before_norm = "bias_scale_sigmoid"
 
     def __init__(
         self,
@@ -247,8 +276,8 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
 
     def _take(self, conv: nn.Conv2d, bias: Tensor, scale: Tensor, group_norm: nn.GroupNorm) -> None:
         self._take_conv_norm(conv, group_norm)
-        self.bias = _parameter(bias)
-        self.scale = _parameter(scale)
+        self.bias = _parameter("bias", bias)
+        self.scale = _parameter("scale", scale)
 
     @classmethod
     def from_modules(cls, conv: nn.Conv2d, bias: Tensor, scale: Tensor, group_norm: nn.GroupNorm) -> Self:
@@ -260,13 +289,13 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
     def forward(self, input: Tensor) -> Tensor:
         conv = self.conv
         norm = self.group_norm
-        padding = self._padding
+        geometry = self._geometry
         if not self._stock_norm:
             v = conv(input)
             output: Tensor = norm(
                 torch.ops.fusedconv.bias_scale_sigmoid(v, self.bias, self.scale, precision=_precision())
             )
-        elif padding is None:
+        elif geometry is None:
             output = torch.ops.fusedconv.bias_scale_sigmoid_group_norm(
                 conv(input), self.bias, self.scale, norm.num_groups, norm.weight, norm.bias, norm.eps,
                 precision=_precision(),
@@ -274,7 +303,7 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
         else:
             output = torch.ops.fusedconv.conv2d_bias_scale_sigmoid_group_norm(
                 input, conv.weight, conv.bias, self.bias, self.scale, norm.num_groups, norm.weight, norm.bias, norm.eps,
-                conv.stride, padding, conv.dilation, conv.groups, precision=_precision(),
+                *geometry, conv.groups, precision=_precision(),
             )  # fmt: skip
         return output
 
@@ -326,8 +355,8 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
         clamp_max: float | None,
     ) -> None:
         self._take_conv_norm(conv, group_norm)
-        self.scale = _parameter(scale)
-        self.maxpool_kernel_size = _pair(maxpool_kernel_size)
+        self.scale = _parameter("scale", scale)
+        self.maxpool_kernel_size = as_pair(maxpool_kernel_size)
         # TorchScript takes no int for a float
         self.clamp_min = None if clamp_min is None else float(clamp_min)
         self.clamp_max = None if clamp_max is None else float(clamp_max)
@@ -350,12 +379,12 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
     def forward(self, input: Tensor) -> Tensor:
         conv = self.conv
         norm = self.group_norm
-        padding = self._padding
+        geometry = self._geometry
         if not self._stock_norm:
             output: Tensor = F.max_pool2d(norm(conv(input)) * self.scale, self.maxpool_kernel_size)
             if self.clamp_min is not None or self.clamp_max is not None:
                 output = torch.clamp(output, self.clamp_min, self.clamp_max)
-        elif padding is None:
+        elif geometry is None:
             output = torch.ops.fusedconv.group_norm_scale_max_pool_clamp(
                 conv(input), norm.num_groups, norm.weight, norm.bias, norm.eps, self.scale, self.maxpool_kernel_size,
                 self.clamp_min, self.clamp_max, precision=_precision(),
@@ -364,7 +393,7 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
             output = torch.ops.fusedconv.conv2d_group_norm_scale_max_pool_clamp(
                 input, conv.weight, conv.bias, norm.num_groups, norm.weight, norm.bias, norm.eps, self.scale,
                 self.maxpool_kernel_size, self.clamp_min, self.clamp_max,
-                conv.stride, padding, conv.dilation, conv.groups, precision=_precision(),
+                *geometry, conv.groups, precision=_precision(),
             )  # fmt: skip
         return output
 
@@ -410,17 +439,17 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
     def forward(self, input: Tensor) -> Tensor:
         conv = self.conv
         norm = self.group_norm
-        padding = self._padding
+        geometry = self._geometry
         if not self._stock_norm:
             v = conv(input)
             output: Tensor = torch.logsumexp(v + F.hardswish(torch.tanh(norm(v))), dim=1, keepdim=True)
-        elif padding is None:
+        elif geometry is None:
             output = torch.ops.fusedconv.group_norm_tanh_hardswish_logsumexp(
                 conv(input), norm.num_groups, norm.weight, norm.bias, norm.eps, precision=_precision()
             )
         else:
             output = torch.ops.fusedconv.conv2d_group_norm_tanh_hardswish_logsumexp(
                 input, conv.weight, conv.bias, norm.num_groups, norm.weight, norm.bias, norm.eps,
-                conv.stride, padding, conv.dilation, conv.groups, precision=_precision(),
+                *geometry, conv.groups, precision=_precision(),
             )  # fmt: skip
         return output
