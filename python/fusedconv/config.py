@@ -47,21 +47,26 @@ def get_float32_precision() -> str:
 class float32_precision:  # noqa: N801 (used like a function)
     """Context manager that sets the precision inside the block, and restores it after.
 
+    The setting is the process's: other threads see it too while the block runs. One manager may be entered
+    again, inside its own block also.
+
     Raises:
         ValueError: for an unknown precision.
     """
 
     def __init__(self, precision: str) -> None:
         self._precision = precision
+        self._before: list[str] = []
 
     def __enter__(self) -> None:
-        self._before = get_float32_precision()
+        before = get_float32_precision()
         set_float32_precision(self._precision)
+        self._before.append(before)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        set_float32_precision(self._before)
+        set_float32_precision(self._before.pop())
 
 
 def _cuda_devices() -> str:
