@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .config import get_float32_precision
 
+# Where the conv's arguments stand among an operator's: its tensors first, then the chain's own, then its geometry.
+TENSORS, OWN, GEOMETRY = slice(3), slice(3, -4), slice(-4, None)
+
 _aten = torch.ops.aten
 
 

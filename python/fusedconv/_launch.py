@@ -6,12 +6,13 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from . import _C
+from ._conv import GEOMETRY
 from .chains import Chain
 
 _CODES = {
@@ -55,6 +56,11 @@ def _runs_directly(input: Tensor, weight: Tensor, groups: int) -> bool:
     return input.dtype is torch.float64 or weight[0].numel() <= _MOST_PRODUCTS
 
 
+def _freed(name: str) -> NoReturn:
+    """No pointer to a tensor that has elements. To a kernel 0 would mean that the argument is absent."""
+    raise RuntimeError(f"{name} has no memory: its storage was freed")
+
+
 Run = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, launches, gives the output
 Launch = Callable[[Sequence[Any], Tensor], None]  # the same, into an output that is there
 
@@ -95,13 +101,14 @@ class Launcher:
     def _cpu_conv(self, args: Sequence[Any], output: Tensor) -> Launch:
         chain, arguments, has_bias = self._chain, self._arguments(args), args[2] is not None
         input_form, weight_form, output_form = _form(args[0]), _form(args[1]), _form(output)
-        stride, padding, dilation = map(tuple, args[-4:-1])
+        stride, padding, dilation = map(tuple, args[GEOMETRY][:-1])
 
         def launch(args: Sequence[Any], output: Tensor) -> None:
             _C.cpu_conv2d(
-                chain, (args[0].data_ptr(), *input_form), (args[1].data_ptr(), *weight_form),
-                args[2].data_ptr() if has_bias else 0, stride, padding, dilation, arguments(args),
-                (output.data_ptr(), *output_form), torch.get_num_threads(),
+                chain, (args[0].data_ptr() or _freed("input"), *input_form),
+                (args[1].data_ptr() or _freed("weight"), *weight_form),
+                (args[2].data_ptr() or _freed("conv_bias")) if has_bias else 0,
+                stride, padding, dilation, arguments(args), (output.data_ptr(), *output_form), torch.get_num_threads(),
             )  # fmt: skip
 
         return launch
@@ -113,21 +120,21 @@ class Launcher:
 
         def launch(args: Sequence[Any], output: Tensor) -> None:
             v = source(args)  # lives until the kernel has run
-            kernel((v.data_ptr(), *_form(v)), arguments(args), (output.data_ptr(), *form))
+            kernel((v.data_ptr() or _freed("input"), *_form(v)), arguments(args), (output.data_ptr(), *form))
 
         return self._with_output(args, output, launch, *_VECTORS)
 
     def _arguments(self, args: Sequence[Any]) -> Callable[[Sequence[Any]], _C.Arguments]:
         """How to make _C.Arguments."""
         given = {name: args[i] for name, i in self._place.items() if args[i] is not None}
-        vectors = [(slot, self._place[name]) for slot, name in enumerate(_VECTORS) if name in given]
+        vectors = [(slot, self._place[name], name) for slot, name in enumerate(_VECTORS) if name in given]
         num_groups, eps, pool, low, high = (given.get(name, absent) for name, absent in _SCALARS.items())
         scalars = num_groups, eps, pool[0], pool[1], low, high
 
         def arguments(args: Sequence[Any]) -> _C.Arguments:
             pointers: Any = [0, 0, 0, 0]
-            for slot, place in vectors:
-                pointers[slot] = args[place].data_ptr()
+            for slot, place, name in vectors:
+                pointers[slot] = args[place].data_ptr() or _freed(name)
             return (*pointers, *scalars)
 
         return arguments
@@ -142,14 +149,15 @@ class Launcher:
         def is_ready(vector: Tensor) -> bool:
             return vector.dtype is compute and vector.numel() == channels and vector.is_contiguous()
 
-        places = [self._place[name] for name in vectors if name in self._place]
-        unready = [i for i in places if args[i] is not None and not is_ready(args[i])]
+        places = [(self._place[name], name) for name in vectors if name in self._place]
+        unready = [(i, name) for i, name in places if args[i] is not None and not is_ready(args[i])]
 
         def run(args: Sequence[Any]) -> Tensor:
             output = torch.empty_strided(size, stride, dtype=dtype, device=device)
             if unready:
                 args = list(args)
-                for place in unready:
+                for place, name in unready:
+                    args[place].data_ptr() or _freed(name)
                     args[place] = args[place].to(compute).reshape(-1).expand(channels).contiguous()
             if not is_empty:
                 launch(args, output)

@@ -3,8 +3,8 @@
 Every record of ``chains.CHAINS`` gives two operators, ``<chain>`` and ``conv2d_<chain>``, and each operator a
 private ``_<operator>_backward``. A call meets these dispatch keys from top to bottom, and so does the reader:
 
-    Autocast        casts what PyTorch's autocast would cast; keeps the output dtype of the unfused chain
     FuncTorchBatched                                         torch.func.vmap
+    Autocast        casts what PyTorch's autocast would cast; keeps the output dtype of the unfused chain
     Autograd        records the gradient where one is needed
     CPU, CUDA       kernels
     Meta            shapes, for fake tensors too
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import isnan
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
-from ._conv import convolution, convolution_backward
+from ._conv import GEOMETRY, OWN, TENSORS, convolution, convolution_backward
 from ._launch import Launcher, Run, compute_dtype
 from .chains import CHAINS, CHECKS, Chain, Shape, check_conv, check_image, check_output_dtype
 from .config import check_precision, get_float32_precision
@@ -34,6 +35,7 @@ LIBRARY: Any = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-unty
 # The output's memory format follows the input's strides: a compiler must not change them behind our back.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _CONV = "SymInt[2] stride=1, SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1"
+# output_dtype is for our autocast rule alone: float32 where the unfused chain's own would be a half precision
 _OPTIONS = "*, str? precision=None, ScalarType? output_dtype=None"
 
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
@@ -42,7 +44,7 @@ _BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 _CPU_ONLY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
-_PREPARED = 1024  # signatures that an operator remembers
+_MOST_PREPARED = 1024  # signatures that an operator remembers
 
 Function = Callable[..., Any]
 Look = tuple[Shape, torch.dtype, torch.memory_format]  # what an output looks like
@@ -80,8 +82,8 @@ class Operator:
         names = [a.name for a in arguments]
         self.defaults = tuple(a.default_value for a in arguments)
         self.tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
-        self.conv_tensors = self.tensors[:3] if has_conv else []
-        self.own = slice(3, -4) if has_conv else slice(1, None)
+        self.conv_tensors = self.tensors[TENSORS] if has_conv else []
+        self.own = OWN if has_conv else slice(1, None)
         self.checks = [(i, name, CHECKS[name]) for i, name in enumerate(names) if name in CHECKS]
         self.promoting = [i for i, name in enumerate(names) if name in ("bias", "scale")]
         self.pool = names.index("pool_size") if "pool_size" in names else None
@@ -124,8 +126,8 @@ class Operator:
             calls = _unmapped(batch_size, in_dims, given)
             return torch.stack([self.op(*args, **options) for args in calls])
         mapped = given[0].movedim(in_dims[0], 0)
-        sample = mapped.new_empty(mapped.shape[1:])
-        self.fake(sample, *given[1:], **options)  # checks the sizes that the caller sees
+        sample = mapped.new_empty(()).expand(mapped.shape[1:])
+        self.look(self.complete((sample, *given[1:])), **options)  # checks the sizes that the caller sees
         output: Tensor = self.op(mapped.flatten(0, 1), *given[1:], **options)
         return output.view(*mapped.shape[:2], *output.shape[1:])
 
@@ -135,7 +137,7 @@ class Operator:
             return self.below_autograd(keyset, *given, **options)
         if tangent or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
-        if options.get("precision") is None:
+        if options.get("precision") is None and not _is_traced():
             options["precision"] = get_float32_precision()  # backward uses what forward used
         output: Tensor = _record(self, keyset, options, *self.complete(given))
         return output
@@ -156,7 +158,8 @@ class Operator:
         return run(given)
 
     def cuda(self, *given: Any, **options: Any) -> Tensor:
-        if not self.launcher.has_cuda(given[0].get_device()):
+        device = given[0].get_device()  # -1 where only another argument is on CUDA: the checks will say so
+        if device < 0 or not self.launcher.has_cuda(device):
             return self.plain(*given, **options)
         signature = (*self.signature(given, options), *(a.device for a in given if isinstance(a, Tensor)))
         run = self.prepared.get(signature)
@@ -176,14 +179,15 @@ class Operator:
                 key[i] = tuple(key[i])
         return (*key, *options.items())
 
-    def prepare(self, signature: Any, prepare: Function, given: Sequence[Any], **options: Any) -> Run:
+    def prepare(self, signature: Any, make_run: Function, given: Sequence[Any], **options: Any) -> Run:
         args = self.complete(given)
         output = _empty(self.look(args, **options), torch.device("meta"))
         precision = options.get("precision")
-        run: Run = prepare(args, output, lambda args: self.source(self.complete(args), precision))
-        if len(self.prepared) >= _PREPARED:
-            self.prepared.clear()
-        self.prepared[signature] = run
+        run: Run = make_run(args, output, lambda args: self.source(self.complete(args), precision))
+        if not any(isinstance(a, float) and isnan(a) for a in signature):  # NaN would never be found again
+            if len(self.prepared) >= _MOST_PREPARED:
+                self.prepared.clear()
+            self.prepared[signature] = run
         return run
 
     def fake(self, *given: Any, **options: Any) -> Tensor:
@@ -204,7 +208,7 @@ class Operator:
         if not self.has_conv:
             source: Tensor = args[0]
             return source
-        return convolution(*args[:3], *args[-4:], precision=precision)
+        return convolution(*args[TENSORS], *args[GEOMETRY], precision=precision)
 
     def after_conv(self, v: Tensor, args: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """The reference, computed in float32 or wider and rounded once, like the kernels."""
@@ -225,7 +229,7 @@ class Operator:
         if precision is not None:
             check_precision(precision)
         input = args[0]
-        shape = check_conv(*args[:3], *args[-4:]) if self.has_conv else check_image(input)
+        shape = check_conv(*args[TENSORS], *args[GEOMETRY]) if self.has_conv else check_image(input)
         for i, name, check in self.checks:
             check(name, args[i], shape, input)
 
@@ -256,7 +260,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.operator, _, options, *args = inputs
-        ctx.precision = options["precision"]
+        ctx.precision = options.get("precision")
         ctx.save_for_backward(*[args[i] for i in ctx.operator.tensors])
         for i in ctx.operator.tensors:
             args[i] = None
@@ -375,7 +379,7 @@ class Backward:
                 conv_mask = [i in wanted for i in operator.conv_tensors]
                 gradients |= enumerate(
                     convolution_backward(
-                        found[-1], *args[:2], *args[-4:], precision=precision, mask=conv_mask
+                        found[-1], *args[TENSORS][:2], *args[GEOMETRY], precision=precision, mask=conv_mask
                     )
                 )
             elif through_v:
@@ -437,6 +441,11 @@ def _returns(results: Sequence[Any]) -> Any:
 def _tuple(results: Any) -> tuple[Any, ...]:
     """The reverse."""
     return results if isinstance(results, tuple) else (results,)
+
+
+def _is_traced() -> bool:
+    """Whether a compiler records this call, in whose graph the present setting would be frozen."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _needs_gradient(args: Sequence[Any]) -> bool:
