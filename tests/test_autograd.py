@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chains_table import CONV_ROWS, ROWS, Own, Row, draw_own, generator, module_input, modules, randn
-from helpers import GRADIENT_BOUNDS, double, same_bits
+from helpers import GRADIENT_BOUNDS, double, failure, same_bits
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
@@ -326,15 +326,18 @@ def test_forward_mode_works_or_says_that_it_does_not(row: Row) -> None:
 
 @conv_rows
 def test_changing_a_saved_tensor_in_place_is_noticed(row: Row) -> None:
+    """As PyTorch documents it for what backward needs: backward computes with each of the tensors again."""
     own, values = conv_values(row, "in place")
-    leaves = [t.clone().requires_grad_() for t in values]
-    scaled = leaves[1] * 1
-    y = row.conv_op(leaves[0], scaled, leaves[2], own)
-    scaled.data  # noqa: B018  reading is harmless
-    with torch.no_grad():
-        scaled.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+    ours, _ = conv_function(row, own)
+    for place, name in enumerate(("input", "weight", "conv_bias", *tensors_of(own))):
+        given = [t.clone().requires_grad_() * 1 for t in values]
+        ours(*given).sum().backward()
+        y = ours(*given)
+        with torch.no_grad():
+            given[place].mul_(2)
+        kind, text = failure(y.sum().backward)
+        assert kind is RuntimeError, name
+        assert "modified by an inplace operation" in text, name
 
 
 @conv_rows

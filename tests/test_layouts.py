@@ -20,6 +20,7 @@ from chains_table import (
     randn,
     to_channels_last,
 )
+from fusedconv import _C
 from helpers import check_chain, check_conv, new_process, same_bits
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
@@ -216,6 +217,7 @@ import ctypes, mmap, os, sys
 from itertools import product
 import torch
 from chains_table import BY_NAME, draw_own, generator, map_tensors, randn
+from fusedconv import _C
 
 PAGE = mmap.PAGESIZE
 libc = ctypes.CDLL(None, use_errno=True)
@@ -241,6 +243,7 @@ def guarded(t, at_end):
     return y.permute(0, 3, 1, 2) if channels_last else y
 
 row = BY_NAME[sys.argv[1]]
+assert _C.cpu_isa() == sys.argv[2]
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 SIZES = ((3, 8, 5, 17, 2), (1, 1, 3, 4, 1), (9, 17, 7, 9, 3), (8, 16, 6, 34, 2))
 for at_end, layout, dtype in product((True, False), LAYOUTS, (torch.float32, torch.float64, torch.bfloat16)):
@@ -264,8 +267,8 @@ os._exit(0)  # the guarded pages cannot be unmapped in order
 """
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", _C.cpu_isas())
 @all_rows
 def test_nothing_is_read_outside_the_tensors(row: Row, isa: str) -> None:
     """Each tensor ends, then begins, at a page without access: one element read too far kills the process."""
-    assert "untouched" in new_process(GUARDED, row.chain, environment={"FUSEDCONV_CPU_ISA": isa})
+    assert "untouched" in new_process(GUARDED, row.chain, isa, environment={"FUSEDCONV_CPU_ISA": isa})

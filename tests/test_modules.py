@@ -317,6 +317,14 @@ def changed_geometry(m: Any) -> None:
     m.conv.padding, m.conv.stride, m.conv.dilation = (2, 1), (2, 2), (1, 2)
 
 
+def padding_becomes_same(m: Any) -> None:
+    m.conv.padding = "same"
+
+
+def padding_becomes_valid(m: Any) -> None:
+    m.conv.padding = "valid"
+
+
 def no_bias_any_more(m: Any) -> None:
     m.conv.bias = None
 
@@ -324,7 +332,8 @@ def no_bias_any_more(m: Any) -> None:
 CHANGES = (
     lora, subclass, sequential, pruned, pruned_permanently, old_spectral_norm, new_spectral_norm, weight_norm,
     parametrized, parametrized_bias, forward_hook, forward_pre_hook, backward_hook, backward_pre_hook,
-    instance_forward, replaced_weight, weight_is_a_plain_tensor, changed_geometry, no_bias_any_more,
+    instance_forward, replaced_weight, weight_is_a_plain_tensor, changed_geometry, padding_becomes_same,
+    padding_becomes_valid, no_bias_any_more,
 )  # fmt: skip
 
 
