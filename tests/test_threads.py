@@ -39,26 +39,31 @@ def test_row_25_any_number_of_threads_gives_the_same_bits(row: Row) -> None:
 
 
 RESPECTED = """
-import os, sys, time
+import os
 import torch
 from chains_table import CONV_ROWS, draw_own, generator, randn
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
 
 gen = generator("respected")
 x, weight = randn(gen, 4, 16, 96, 96), randn(gen, 64, 16, 3, 3)
 torch.set_num_threads(1)
-rows = [(row, draw_own(row, 64, gen)) for row in CONV_ROWS]
-for row, own in rows:
-    row.conv_op(x, weight, None, own)
-wall, cpu = time.perf_counter(), time.process_time()
-for row, own in rows * 3:
-    row.conv_op(x, weight, None, own)
-print((time.process_time() - cpu) / (time.perf_counter() - wall))
+before = threads()
+for number in (1, 2):
+    torch.set_num_threads(number)
+    for row in CONV_ROWS:
+        own = draw_own(row, 64, gen)
+        row.conv_op(x, weight, None, own)
+        row.chain_op(x, draw_own(row, 16, gen))
+    print(threads() - before)
 """
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc")
 def test_row_25_one_thread_is_one_thread() -> None:
-    """With `torch.set_num_threads(1)` no second thread computes or spins."""
-    assert float(new_process(RESPECTED)) < 1.15
+    """With `torch.set_num_threads(1)` no second thread is even started; with 2 one is."""
+    assert new_process(RESPECTED).split() == ["0", "1"]
 
 
 @rows
