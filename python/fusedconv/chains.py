@@ -118,7 +118,9 @@ CHAINS = (
 
 def as_pair(size: Pair) -> tuple[int, ...]:
     """An int, or a sequence of one, stands for both. The checks refuse other lengths than two."""
-    if not isinstance(size, (tuple, list, Sequence)):  # the first two spare the ABC, which is slow
+    if type(size) is tuple and len(size) == 2:  # the usual case, in every call of a module
+        return size
+    if not isinstance(size, Sequence):
         return size, size
     return (*size, *size) if len(size) == 1 else tuple(size)
 

@@ -129,7 +129,7 @@ def _is_stock(module: nn.Module, kind: type[nn.Module]) -> bool:
         or _every_module._global_backward_pre_hooks
         or "weight" not in parameters
         or not _is_ordinary(parameters["weight"])
-        or not _is_ordinary(parameters.get("bias"))
+        or ((bias := parameters.get("bias")) is not None and not _is_ordinary(bias))
     )
 
 
