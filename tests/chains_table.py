@@ -121,6 +121,14 @@ ROWS = (
         },
     ),
     Row(
+        chain="group_norm_silu",
+        arguments=("num_groups", "norm_weight", "norm_bias", "eps"),
+        steps=lambda v, m: F.silu(m.group_norm(v)),
+        module="ConvGroupNormSiLU",
+        parts=("conv", "group_norm"),
+        reference={"in_channels": 8, "out_channels": 64, "size": 128, "num_groups": 16},
+    ),
+    Row(
         chain="group_norm_tanh_hardswish_logsumexp",
         arguments=("num_groups", "norm_weight", "norm_bias", "eps"),
         steps=lambda v, m: torch.logsumexp(v + F.hardswish(torch.tanh(m.group_norm(v))), 1, keepdim=True),

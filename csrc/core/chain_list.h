@@ -6,4 +6,5 @@
   X(bias_scale_sigmoid)              \
   X(bias_scale_sigmoid_group_norm)   \
   X(group_norm_scale_max_pool_clamp) \
+  X(group_norm_silu)                 \
   X(group_norm_tanh_hardswish_logsumexp)

@@ -17,6 +17,8 @@ using BiasScaleSigmoidGroupNorm =
 using GroupNormScaleMaxPoolClamp =
     Chain<Sequence<>, GroupNorm, Sequence<MultiplyScale>, MaxPool, Sequence<Clamp>>;
 
+using GroupNormSilu = Chain<Sequence<>, GroupNorm, Sequence<Silu>, Store, Sequence<>>;
+
 using GroupNormTanhHardswishLogSumExp =
     Chain<Sequence<>, GroupNorm, Sequence<Tanh, HardswishInside, AddConv>, ChannelLogSumExp, Sequence<>>;
 

@@ -77,6 +77,14 @@ struct Sigmoid : Stage {
   }
 };
 
+// x * sigmoid(x)
+struct Silu : Stage {
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+    return x * sigmoid(x);
+  }
+};
+
 struct Tanh : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {

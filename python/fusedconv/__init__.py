@@ -7,6 +7,7 @@ from .config import float32_precision, get_float32_precision, set_float32_precis
 from .nn import (
     ConvBiasScaleSigmoidGroupNorm,
     ConvGroupNormScaleMaxPoolClamp,
+    ConvGroupNormSiLU,
     ConvGroupNormTanhHardswishLogSumExp,
     ConvReLUHardswish,
 )
@@ -16,6 +17,7 @@ __version__ = version("fusedconv")
 __all__ = [
     "ConvBiasScaleSigmoidGroupNorm",
     "ConvGroupNormScaleMaxPoolClamp",
+    "ConvGroupNormSiLU",
     "ConvGroupNormTanhHardswishLogSumExp",
     "ConvReLUHardswish",
     "__version__",

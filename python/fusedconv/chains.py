@@ -86,6 +86,12 @@ def _group_norm_scale_max_pool_clamp(
     return pooled if clamp_min is None and clamp_max is None else torch.clamp(pooled, clamp_min, clamp_max)
 
 
+def _group_norm_silu(
+    v: Tensor, num_groups: int, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float
+) -> Tensor:
+    return F.silu(torch.group_norm(v, num_groups, norm_weight, norm_bias, eps))
+
+
 def _group_norm_tanh_hardswish_logsumexp(
     v: Tensor, num_groups: int, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float
 ) -> Tensor:
@@ -107,6 +113,7 @@ CHAINS = (
         "SymInt[2] pool_size, float? clamp_min=None, float? clamp_max=None",
         _group_norm_scale_max_pool_clamp,
     ),
+    Chain("group_norm_silu", _NORM, _group_norm_silu),
     Chain(
         "group_norm_tanh_hardswish_logsumexp",
         _NORM,

@@ -34,9 +34,11 @@ __all__ = [
     "bias_scale_sigmoid_group_norm",
     "conv2d_bias_scale_sigmoid_group_norm",
     "conv2d_group_norm_scale_max_pool_clamp",
+    "conv2d_group_norm_silu",
     "conv2d_group_norm_tanh_hardswish_logsumexp",
     "conv2d_relu_hardswish",
     "group_norm_scale_max_pool_clamp",
+    "group_norm_silu",
     "group_norm_tanh_hardswish_logsumexp",
     "relu_hardswish",
 ]
@@ -155,6 +157,36 @@ def conv2d_group_norm_scale_max_pool_clamp(
     return output
 
 
+def conv2d_group_norm_silu(
+    input: Tensor,
+    weight: Tensor,
+    conv_bias: Tensor | None,
+    num_groups: int,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    *,
+    precision: str | None = None,
+) -> Tensor:
+    """With ``v`` the conv: ``y = silu(group_norm(v))``. Output: the shape of ``v``."""
+    output: Tensor = _ops.conv2d_group_norm_silu(
+        input,
+        weight,
+        conv_bias,
+        num_groups,
+        norm_weight,
+        norm_bias,
+        eps,
+        *_geometry(stride, padding, dilation, groups),
+        precision=_or_setting(precision),
+    )
+    return output
+
+
 def conv2d_group_norm_tanh_hardswish_logsumexp(
     input: Tensor,
     weight: Tensor,
@@ -256,6 +288,22 @@ def group_norm_scale_max_pool_clamp(
         clamp_min,
         clamp_max,
         precision=_or_setting(precision),
+    )
+    return output
+
+
+def group_norm_silu(
+    input: Tensor,
+    num_groups: int,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    precision: str | None = None,
+) -> Tensor:
+    """``y = silu(group_norm(input))``. Output: the shape of ``input``."""
+    output: Tensor = _ops.group_norm_silu(
+        input, num_groups, norm_weight, norm_bias, eps, precision=_or_setting(precision)
     )
     return output
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConvBiasScaleSigmoidGroupNorm",
     "ConvGroupNormScaleMaxPoolClamp",
+    "ConvGroupNormSiLU",
     "ConvGroupNormTanhHardswishLogSumExp",
     "ConvOptions",
     "ConvReLUHardswish",
@@ -402,6 +403,55 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
             f"scale_shape={tuple(self.scale.shape)}, maxpool_kernel_size={self.maxpool_kernel_size}, "
             f"clamp_min={self.clamp_min}, clamp_max={self.clamp_max}, {super().extra_repr()}"
         )
+
+
+class ConvGroupNormSiLU(_ConvNormChain):
+    """Conv2d, GroupNorm, SiLU: ``silu(group_norm(conv(x)))``.
+
+    ``num_groups`` are the norm's; the conv's are the keyword ``conv_groups``, and the other keywords are those of
+    ``nn.Conv2d`` (:class:`ConvOptions`). Input ``[N, in_channels, H, W]``; output ``[N, out_channels, H', W']``, the
+    conv's own shape. The dtype is the one that the plain model gives.
+    """
+
+    _chain = "group_norm_silu"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        num_groups: int,
+        eps: float = 1e-5,
+        **options: Unpack[ConvOptions],
+    ) -> None:
+        self._take_conv_norm(
+            _conv2d(in_channels, out_channels, kernel_size, **options),
+            nn.GroupNorm(num_groups, out_channels, float(eps), **_place(options)),
+        )
+
+    @classmethod
+    def from_modules(cls, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> Self:
+        """Takes over trained parts. They are shared, not copied."""
+        module = cls.__new__(cls)
+        module._take_conv_norm(conv, group_norm)
+        return module
+
+    def forward(self, input: Tensor) -> Tensor:
+        conv = self.conv
+        norm = self.group_norm
+        geometry = self._geometry
+        if not self._stock_norm:
+            output: Tensor = F.silu(norm(conv(input)))
+        elif geometry is None:
+            output = torch.ops.fusedconv.group_norm_silu(
+                conv(input), norm.num_groups, norm.weight, norm.bias, norm.eps, precision=_precision()
+            )
+        else:
+            output = torch.ops.fusedconv.conv2d_group_norm_silu(
+                input, conv.weight, conv.bias, norm.num_groups, norm.weight, norm.bias, norm.eps,
+                *geometry, conv.groups, precision=_precision(),
+            )  # fmt: skip
+        return output
 
 
 class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
