@@ -53,7 +53,7 @@ def _runs_directly(input: Tensor, weight: Tensor, groups: int) -> bool:
     """Whether our own conv runs on the CPU. oneDNN has no float64, and our own no groups and no half precision."""
     if groups != 1 or input.dtype not in (torch.float32, torch.float64):
         return False
-    return input.dtype is torch.float64 or weight[0].numel() <= _MOST_PRODUCTS
+    return input.dtype is torch.float64 or math.prod(weight.shape[1:]) <= _MOST_PRODUCTS
 
 
 def _freed(name: str) -> NoReturn:
