@@ -180,6 +180,8 @@ MUTATIONS = (
              "if any(pixels % 2 for pixels in total):", "if False:", "tests/test_modules.py -k keyword"),
     Mutation("30", "scale starts as randn", PYTHON + "nn.py",
              "torch.ones(", "torch.randn(", "tests/test_modules.py -k same_seed"),
+    Mutation("31", "a machine without CUDA is said to be usable", "csrc/cuda/entry_absent.cpp",
+             'return "fusedconv was built without CUDA";', 'return "";', "tests/test_packaging.py -k row_31"),
     Mutation("profiler", "the two-step path everywhere", PYTHON + "_launch.py",
              "    if groups != 1 or input.dtype not in", "    if True or input.dtype not in", "tests/test_memory.py -k no_operator"),
     Mutation("memory", "the conv's output is allocated", PYTHON + "_launch.py",
