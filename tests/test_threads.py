@@ -46,9 +46,9 @@ from chains_table import CONV_ROWS, draw_own, generator, randn
 def threads():
     return len(os.listdir("/proc/self/task"))
 
+torch.set_num_threads(1)  # first of all: drawing the input would start PyTorch's own threads
 gen = generator("respected")
 x, weight = randn(gen, 4, 16, 96, 96), randn(gen, 64, 16, 3, 3)
-torch.set_num_threads(1)
 before = threads()
 for number in (1, 2):
     torch.set_num_threads(number)

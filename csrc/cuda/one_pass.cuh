@@ -46,8 +46,8 @@ __device__ T apply(T v, const Arguments& arguments, int64_t channel) {
 template <class Chain, class T, class In, class Out>
 __global__ void __launch_bounds__(kThreads) apply_dense(Problem problem, int64_t count) {
   constexpr int kCount = kVectorElements<In, Out>;
-  const In* __restrict__ in = static_cast<const In*>(problem.input.data);
-  Out* __restrict__ out = static_cast<Out*>(problem.output.data);
+  const In* in = static_cast<const In*>(problem.input.data);
+  Out* out = static_cast<Out*>(problem.output.data);
   const int64_t channel_stride = problem.input.stride[1];
   const int64_t channels = problem.input.size[1];
   const auto apply_at = [&](In x, int64_t i) {
@@ -56,7 +56,6 @@ __global__ void __launch_bounds__(kThreads) apply_dense(Problem problem, int64_t
   const int64_t step = int64_t(gridDim.x) * kThreads;
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t vectors = count / kCount;
-#pragma unroll 4  // several loads in flight
   for (int64_t i = thread; i < vectors; i += step) {
     const auto x = reinterpret_cast<const Pack<In, kCount>*>(in)[i];
     Pack<Out, kCount> y;
@@ -110,7 +109,7 @@ inline bool runs_dense(const Problem& problem) {
 // Enough blocks for every multiprocessor of the largest card several times over; each strides through the
 // rest.
 inline int grid_of(int64_t items) {
-  constexpr int64_t kMostBlocks = 8192;
+  constexpr int64_t kMostBlocks = 16384;
   const int64_t blocks = (items + kThreads - 1) / kThreads;
   return int(blocks < kMostBlocks ? blocks : kMostBlocks);
 }
