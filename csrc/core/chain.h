@@ -1,6 +1,8 @@
 // The algebra of every chain: y = Final(Reduce(Post(Norm(Pre(v)), v))), v the conv's output.
 #pragma once
 
+#include <type_traits>
+
 #include "moments.h"
 #include "pointwise.h"
 #include "problem.h"
@@ -39,8 +41,9 @@ struct Chain {
   static_assert(!Final::kReadsConv, "after a reduction there is no conv's output of the same place");
 
   static constexpr bool kNeedsStatistics = Norm::kNeedsStatistics;
-  // Between the statistics and the rest, Pre(v) is kept; but v itself where Post wants it back.
-  static constexpr bool kKeepsConv = Post::kReadsConv;
+  // Between the statistics and the rest, Pre(v) is kept; but v itself where Post wants it back, or where Pre
+  // changes nothing. Without statistics there is no rest: Pre is applied with all the others.
+  static constexpr bool kKeepsConv = Post::kReadsConv || std::is_same_v<Pre, Sequence<>> || !kNeedsStatistics;
 
   // Everything up to the reduction, from what was kept.
   template <class X, class T>

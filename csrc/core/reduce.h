@@ -8,6 +8,7 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 struct Store {
+  static constexpr bool kStores = true;
   static constexpr bool kPools = false;
   static constexpr bool kReducesChannels = false;
 };
@@ -15,12 +16,14 @@ struct Store {
 // MaxPool2d with stride equal to the window and no padding; the rows and columns that fill no window are
 // dropped.
 struct MaxPool {
+  static constexpr bool kStores = false;
   static constexpr bool kPools = true;
   static constexpr bool kReducesChannels = false;
 };
 
 // logsumexp over the channels, kept as one channel.
 struct ChannelLogSumExp {
+  static constexpr bool kStores = false;
   static constexpr bool kPools = false;
   static constexpr bool kReducesChannels = true;
 };

@@ -136,7 +136,8 @@ bool ConvSource<T>::reads_in_place(const Place& place) const {
 }
 
 template <class T>
-void ConvSource<T>::pack_input(const Place& place, T* packed) const {
+void ConvSource<T>::pack(const Place& place, T* packed) const {
+  if (reads_in_place(place)) return;
   const Axis v = vertical_;
   const Axis h = horizontal_;
   const T* from = static_cast<const T*>(input_.data) + place.sample * input_.stride[0];
@@ -170,9 +171,8 @@ void ConvSource<T>::pack_input(const Place& place, T* packed) const {
 }
 
 template <class T>
-void ConvSource<T>::load(const Place& place, const Tile<T>& tile, T* packed) const {
+void ConvSource<T>::load(const Place& place, const Tile<T>& tile, const T* packed) const {
   const bool in_place = reads_in_place(place);
-  if (!in_place) pack_input(place, packed);
   const T* pixels = in_place ? static_cast<const T*>(input_.data) + place.sample * input_.stride[0] +
                                    place.row * input_.stride[2]
                              : packed;

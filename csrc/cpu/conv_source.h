@@ -21,7 +21,8 @@ class ConvSource final : public Source<T> {
   int64_t prepare(int64_t tile_rows) override;
   bool is_cheap() const override { return false; }
   int64_t cost() const override { return 32 + taps_; }
-  void load(const Place& place, const Tile<T>& tile, T* scratch) const override;
+  void pack(const Place& place, T* packed) const override;
+  void load(const Place& place, const Tile<T>& tile, const T* packed) const override;
 
  private:
   // What a kernel axis does to an input axis: the taps fall on `phases` packed planes, and reach `reach`
@@ -41,7 +42,6 @@ class ConvSource final : public Source<T> {
   void pack_weight();
   void set_offsets(const Buffer<int64_t>& offset, int64_t channel_stride) const;
   bool reads_in_place(const Place& place) const;
-  void pack_input(const Place& place, T* packed) const;
 
   const Tensor& input_;
   const Conv& conv_;

@@ -5,6 +5,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace fusedconv {
@@ -26,6 +27,16 @@ void advise_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t by
   const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kHugePage * kHugePage;
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: may fail
 #endif
+}
+
+bool is_resident([[maybe_unused]] const void* memory) {
+#if defined(__linux__)
+  const uintptr_t page_size = uintptr_t(sysconf(_SC_PAGESIZE));
+  void* page = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(memory) / page_size * page_size);
+  unsigned char resident = 1;
+  if (mincore(page, page_size, &resident) == 0) return resident & 1;
+#endif
+  return true;
 }
 
 }  // namespace fusedconv

@@ -11,4 +11,8 @@ void free_aligned(void* memory);
 // and maps it in a quarter of the time that small pages take.
 void advise_huge_pages(void* memory, size_t bytes);
 
+// Whether the page has been touched: where it has not, its first touch will clear it. True where nobody
+// knows.
+bool is_resident(const void* memory);
+
 }  // namespace fusedconv

@@ -1,10 +1,8 @@
-// The end of a chain on one tile: pointwise stages, reduction and final stages in place, then the rows go
-// out.
+// The end of a chain on one tile, in place: pointwise stages, reduction, final stages.
 #pragma once
 
 #include "../core/chain.h"
-#include "convert.h"
-#include "source.h"
+#include "store_tile.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -22,10 +20,8 @@ Place reduce_tile(Store, const Place& place, const Tile<T>& tile, const Channel<
                   const Arguments&, int64_t, T*) {
   for (int64_t c = 0; c < place.channels; ++c) {
     const Channel<T> channel = channels[c];
-    transform(tile.data + c * tile.plane, place.rows * tile.pitch, [&](Vector<T> x) {
-      const Vector<T> y = Chain::pointwise(x, channel);
-      return Chain::Final::value(y, y, channel);
-    });
+    transform(tile.data + c * tile.plane, place.rows * tile.pitch,
+              [&](Vector<T> x) { return stored_value<Chain>(x, channel); });
   }
   return place;
 }
@@ -99,52 +95,6 @@ Place reduce_tile(ChannelLogSumExp, const Place& place, const Tile<T>& tile, con
     store(tile.data + i, Chain::Final::value(y, y, channels[0]));
   }
   return {place.sample, 0, 1, place.row, place.rows};
-}
-
-// Rows of one channel that follow each other in memory: moved together in place, then streamed as one run, so
-// that only its two ends touch a cache line in part.
-template <class T>
-void stream_rows(T* plane, int64_t pitch, T* to, int64_t rows, int64_t cols) {
-  for (int64_t r = 1; r < rows; ++r)
-    std::memmove(plane + r * cols, plane + r * pitch, size_t(cols) * sizeof(T));
-  const int64_t count = rows * cols;
-  const uintptr_t past_line = reinterpret_cast<uintptr_t>(to) % kVectorBytes;
-  int64_t i = 0;
-  for (const int64_t head = (kVectorBytes - int64_t(past_line)) % kVectorBytes / int64_t(sizeof(T));
-       i < smaller(head, count); ++i) {
-    to[i] = plane[i];
-  }
-  for (; i + kLanes<T> <= count; i += kLanes<T>) stream(to + i, load(plane + i));
-  for (; i < count; ++i) to[i] = plane[i];
-}
-
-// An output far larger than the caches is streamed past them.
-template <class T>
-void store_tile(const Place& place, const Tile<T>& tile, const Tensor& output, bool streams) {
-  visit_dtype<T>(output.dtype, [&](auto* element) {
-    using Element = Pointee<decltype(element)>;
-    Element* corner = static_cast<Element*>(output.data) + place.sample * output.stride[0] +
-                      place.channel * output.stride[1] + place.row * output.stride[2];
-    const int64_t cols = output.size[3];
-    if (output.stride[3] != 1) {
-      for (int64_t r = 0; r < place.rows; ++r) {
-        store_block(tile.data + r * tile.pitch, tile.plane, corner + r * output.stride[2], output.stride[1],
-                    output.stride[3], place.channels, cols);
-      }
-      return;
-    }
-    for (int64_t c = 0; c < place.channels; ++c) {
-      T* plane = tile.data + c * tile.plane;
-      Element* to = corner + c * output.stride[1];
-      if constexpr (kIsSame<Element, T>) {
-        if (streams && output.stride[2] == cols) {
-          stream_rows(plane, tile.pitch, to, place.rows, cols);
-          continue;
-        }
-      }
-      store_block(plane, tile.pitch, to, output.stride[2], 1, place.rows, cols);
-    }
-  });
 }
 
 }  // namespace FUSEDCONV_TARGET

@@ -21,6 +21,15 @@ constexpr int64_t kKeepBytes = 16 * 1024 * 1024;     // a unit larger than this 
 constexpr int64_t kAllKeepBytes = 64 * 1024 * 1024;  // of all units that are kept at a time, one a thread
 constexpr int64_t kStreamBytes = 16 * 1024 * 1024;   // an output that no cache would hold until it is read
 
+// Whether the output is written past the caches. Not into fresh pages: the system clears them first, through
+// the cache, and a streamed store to a line in the cache costs more than any other.
+template <class T>
+bool streams_to(const Tensor& output) {
+  const int64_t elements = element_count(output);
+  return elements * int64_t(sizeof(T)) >= kStreamBytes &&
+         is_resident(static_cast<const T*>(output.data) + elements / 2);
+}
+
 template <class Body>
 void parallel_for(int64_t count, int threads, const Body& body) {
   fusedconv::parallel_for(
@@ -42,7 +51,8 @@ class Schedule {
         scratch_elements_(row_elements_ + round_up(source.prepare(plan_.tile_rows), kLanes<T>)),
         unit_bytes_(plan_.tiles_per_unit * tile_elements_ * int64_t(sizeof(T))),
         keeps_(Chain::kNeedsStatistics && !source.is_cheap() && unit_bytes_ <= kKeepBytes),
-        streams_(element_count(problem.output) * int64_t(sizeof(T)) >= kStreamBytes),
+        writes_runs_(is_run_of_rows<T>(problem.output)),
+        streams_(writes_runs_ && streams_to<T>(problem.output)),
         channels_(source.channels) {
     for (int64_t c = 0; c < source.channels; ++c) channels_[c] = make_channel<T>(problem.arguments, c);
   }
@@ -87,31 +97,37 @@ class Schedule {
     return {tiles + (keeps_ ? index * tile_elements_ : 0), plane_, source_.pitch};
   }
 
-  // v, or Pre(v) where Post does not want v back.
-  void fill(const Place& place, const Tile<T>& tile, T* scratch) const {
-    source_.load(place, tile, scratch + row_elements_);
-    if constexpr (!Chain::kKeepsConv) {
-      for (int64_t c = 0; c < place.channels; ++c) {
-        const Channel<T> channel = channels_[place.channel + c];
-        transform(tile.data + c * plane_, place.rows * source_.pitch,
-                  [&](Vector<T> x) { return Chain::Pre::value(x, x, channel); });
-      }
+  // Calls visit(part, c) for the channels of a tile from c on, so many as a source computes together. They
+  // are still in L1 when the next step of the chain meets them.
+  template <class Visit>
+  void for_each_part(const Place& where, const Visit& visit) const {
+    for (int64_t c = 0; c < where.channels; c += kBlockChannels) {
+      visit({where.sample, where.channel + c, smaller(kBlockChannels, where.channels - c), where.row,
+             where.rows},
+            c);
     }
   }
 
-  // Leaves in the tile what is kept, as fill does, and the moments of Pre(v).
+  Tile<T> from_channel(const Tile<T>& tile, int64_t c) const {
+    return {tile.data + c * plane_, plane_, tile.pitch};
+  }
+
+  // Leaves in the tile v, or Pre(v) where nobody wants v back, and the moments of Pre(v).
   void measure(const Unit& unit, int64_t index, const Tile<T>& tile, T* scratch) const {
     const Place where = place(unit, index);
-    source_.load(where, tile, scratch + row_elements_);
+    source_.pack(where, scratch + row_elements_);
     Moments* moments = unit.moments + index * groups(unit.channels);
-    for (int64_t c = 0; c < unit.channels; ++c) {
-      const Channel<T> channel = channels_[unit.channel + c];
-      const Moments of_channel =
-          moments_of<!Chain::kKeepsConv>(tile.data + c * plane_, source_.pitch, where.rows, source_.cols,
-                                         [&](Vector<T> x) { return Chain::Pre::value(x, x, channel); });
-      Moments& of_group = moments[c / plan_.group_channels];
-      of_group = c % plan_.group_channels == 0 ? of_channel : combine(of_group, of_channel);
-    }
+    for_each_part(where, [&](const Place& part, int64_t first) {
+      source_.load(part, from_channel(tile, first), scratch + row_elements_);
+      for (int64_t c = first; c < first + part.channels; ++c) {
+        const Channel<T> channel = channels_[unit.channel + c];
+        const Moments of_channel =
+            moments_of<!Chain::kKeepsConv>(tile.data + c * plane_, source_.pitch, where.rows, source_.cols,
+                                           [&](Vector<T> x) { return Chain::Pre::value(x, x, channel); });
+        Moments& of_group = moments[c / plan_.group_channels];
+        of_group = c % plan_.group_channels == 0 ? of_channel : combine(of_group, of_channel);
+      }
+    });
   }
 
   void set_norms(const Unit& unit) const {
@@ -129,20 +145,41 @@ class Schedule {
     }
   }
 
+  // v, or Pre(v) where nobody wants v back.
+  void fill(const Place& part, const Tile<T>& tile, const T* scratch) const {
+    source_.load(part, tile, scratch + row_elements_);
+    if constexpr (!Chain::kKeepsConv) {
+      for (int64_t c = 0; c < part.channels; ++c) {
+        const Channel<T> channel = channels_[part.channel + c];
+        transform(tile.data + c * plane_, part.rows * source_.pitch,
+                  [&](Vector<T> x) { return Chain::Pre::value(x, x, channel); });
+      }
+    }
+  }
+
   void finish(const Unit& unit, int64_t index, const Tile<T>& tile, T* scratch) const {
     const Place where = place(unit, index);
-    if (!keeps_) fill(where, tile, scratch);
-    // Where rows go out channel by channel, one channel at a time, while it is in L1.
-    const bool by_channel = problem_.output.stride[3] == 1 && !Chain::Reduce::kReducesChannels;
-    const int64_t step = by_channel ? 1 : where.channels;
-    for (int64_t c = 0; c < where.channels; c += step) {
-      const Place part{where.sample, where.channel + c, step, where.row, where.rows};
-      const Tile<T> part_tile{tile.data + c * plane_, plane_, tile.pitch};
-      const Place to = reduce_tile<Chain>(typename Chain::Reduce{}, part, part_tile, unit.parameters + c,
-                                          problem_.arguments, source_.cols, scratch);
-      store_tile(to, part_tile, problem_.output, streams_);
+    if (!keeps_) source_.pack(where, scratch + row_elements_);
+    if (Chain::Reduce::kReducesChannels || problem_.output.stride[3] != 1) {
+      if (!keeps_) fill(where, tile, scratch);
+      put(where, tile, unit.parameters, scratch);
+      return;
     }
+    for_each_part(where, [&](const Place& part, int64_t c) {
+      const Tile<T> part_tile = from_channel(tile, keeps_ ? c : 0);
+      if (!keeps_) fill(part, part_tile, scratch);
+      put(part, part_tile, unit.parameters + c, scratch);
+    });
     if (streams_) stream_fence();
+  }
+
+  void put(const Place& part, const Tile<T>& tile, const Channel<T>* parameters, T* scratch) const {
+    if constexpr (Chain::Reduce::kStores) {
+      if (writes_runs_) return write_tile<Chain>(part, tile, parameters, problem_.output, streams_);
+    }
+    const Place to = reduce_tile<Chain>(typename Chain::Reduce{}, part, tile, parameters, problem_.arguments,
+                                        source_.cols, scratch);
+    store_tile(to, tile, problem_.output);
   }
 
   void run_in_one_pass(int64_t units) const {
@@ -204,6 +241,7 @@ class Schedule {
   const int64_t scratch_elements_;  // a row buffer, then what the source needs
   const int64_t unit_bytes_;
   const bool keeps_;
+  const bool writes_runs_;
   const bool streams_;
   const Buffer<Channel<T>> channels_;
 };

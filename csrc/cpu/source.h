@@ -51,10 +51,12 @@ class Source {
   // An odd number of vectors, so that the same pixel of many channels does not fall on few sets of the cache.
   int64_t plane(int64_t tile_rows) const { return (ceil_div(tile_rows * pitch, kLanes<T>) | 1) * kLanes<T>; }
 
-  // Says, before the first load, how many rows a tile has at most; gives the scratch elements that a load
-  // needs.
+  // Says, before the first load, how many rows a tile has at most; gives the scratch elements that pack and
+  // load need.
   virtual int64_t prepare(int64_t tile_rows) = 0;
-  virtual void load(const Place& place, const Tile<T>& tile, T* scratch) const = 0;
+  // Once for a tile, before any of its channels is loaded: what they share goes into the scratch.
+  virtual void pack(const Place& place, T* scratch) const = 0;
+  virtual void load(const Place& place, const Tile<T>& tile, const T* scratch) const = 0;
   // Whether loading v again costs little, so that it need not be kept between the statistics and the rest.
   virtual bool is_cheap() const = 0;
   // Operations for one value and the chain behind it, roughly.

@@ -22,19 +22,31 @@ FUSEDCONV_INLINE double sum_of_lanes(Vector<T> x) {
   return even + odd;
 }
 
-// Calls visit(at, mask) for each vector of rows x cols pixels; mask says which lanes are pixels.
+// Sums that run side by side: a sum waits some cycles for its last addition.
+constexpr int kSums = 4;
+
+template <class T>
+FUSEDCONV_INLINE Vector<T> total(const Vector<T> (&sum)[kSums]) {
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// Calls visit(at, mask, sum) for each vector of rows x cols pixels; mask says which lanes are pixels, sum
+// which of kSums sums the vector goes to.
 template <class T, class Visit>
 FUSEDCONV_INLINE void for_each_vector(T* plane, int64_t pitch, int64_t rows, int64_t cols,
                                       const Visit& visit) {
-  using Bits = typename VectorTypes<T>::Bits;
-  Bits lane{};
-  for (int i = 0; i < kLanes<T>; ++i) lane[i] = i;
   const int64_t whole = cols / kLanes<T> * kLanes<T>;
-  const Bits tail = lane < Bits{} + decltype(lane[0] + lane[0])(cols - whole);
+  const auto all = first_lanes<T>(kLanes<T>);
+  const auto tail = first_lanes<T>(cols - whole);
   for (int64_t r = 0; r < rows; ++r) {
     T* row = plane + r * pitch;
-    for (int64_t w = 0; w < whole; w += kLanes<T>) visit(row + w, lane == lane);
-    if (whole < cols) visit(row + whole, tail);
+    int64_t w = 0;
+    for (; w + kSums * kLanes<T> <= whole; w += kSums * kLanes<T>) {
+#pragma GCC unroll 4
+      for (int sum = 0; sum < kSums; ++sum) visit(row + w + sum * kLanes<T>, all, sum);
+    }
+    for (; w < whole; w += kLanes<T>) visit(row + w, all, 0);
+    if (whole < cols) visit(row + whole, tail, 1);
   }
 }
 
@@ -48,24 +60,24 @@ template <bool kReplaces, class T, class Stage>
 Moments moments_of_few(T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
   const double count = double(rows) * double(cols);
   const Vector<T> zero{};
-  Vector<T> sum{};
-  for_each_vector(plane, pitch, rows, cols, [&](T* at, auto mask) {
+  Vector<T> sum[kSums]{};
+  for_each_vector(plane, pitch, rows, cols, [&](T* at, auto mask, int i) {
     const Vector<T> x = load(at);
     const Vector<T> y = stage(x);
     if constexpr (kReplaces) store(at, select(mask, y, x));
-    sum += select(mask, y, zero);
+    sum[i] += select(mask, y, zero);
   });
-  const T mean = T(sum_of_lanes<T>(sum) / count);
-  Vector<T> deviation{};
-  Vector<T> square{};
-  for_each_vector(plane, pitch, rows, cols, [&](T* at, auto mask) {
+  const T mean = T(sum_of_lanes<T>(total<T>(sum)) / count);
+  Vector<T> deviation[kSums]{};
+  Vector<T> square[kSums]{};
+  for_each_vector(plane, pitch, rows, cols, [&](T* at, auto mask, int i) {
     const Vector<T> y = kReplaces ? load(at) : stage(load(at));
     const Vector<T> d = select(mask, y - mean, zero);
-    deviation += d;
-    square += d * d;
+    deviation[i] += d;
+    square[i] += d * d;
   });
-  const double residual = sum_of_lanes<T>(deviation) / count;
-  return {count, double(mean) + residual, sum_of_lanes<T>(square) - residual * residual * count};
+  const double residual = sum_of_lanes<T>(total<T>(deviation)) / count;
+  return {count, double(mean) + residual, sum_of_lanes<T>(total<T>(square)) - residual * residual * count};
 }
 
 // The same for any number of pixels.

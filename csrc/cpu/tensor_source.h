@@ -17,7 +17,9 @@ class TensorSource final : public Source<T> {
   bool is_cheap() const override { return true; }
   int64_t cost() const override { return 32; }
 
-  void load(const Place& place, const Tile<T>& tile, T*) const override {
+  void pack(const Place&, T*) const override {}
+
+  void load(const Place& place, const Tile<T>& tile, const T*) const override {
     visit_dtype<T>(v_.dtype, [&](auto* element) {
       using Element = Pointee<decltype(element)>;
       const Element* corner = static_cast<const Element*>(v_.data) + place.sample * v_.stride[0] +

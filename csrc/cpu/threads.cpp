@@ -14,15 +14,31 @@ namespace fusedconv {
 namespace {
 
 struct Loop {
-  std::atomic<int64_t> next_index{0};
-  std::atomic<int> next_worker{0};
   int64_t count;
+  int threads;
   LoopBody body;
   void* context;
+  std::atomic<int64_t> next_index{0};
+  std::atomic<int> next_worker{0};
+
+  // The next indices for one thread. Many at first: two threads side by side would meet on the same fresh
+  // pages of memory, which the system then clears twice. Few in the end, so that all are done at the same
+  // time.
+  int64_t take(int64_t& end) {
+    int64_t begin = next_index;
+    do {
+      const int64_t share = (count - begin) / (2 * threads);
+      end = begin + (share > 1 ? share : 1);
+    } while (!next_index.compare_exchange_weak(begin, end));
+    return begin;
+  }
 
   void work() {
     const int worker = next_worker++;
-    for (int64_t i = next_index++; i < count; i = next_index++) body(context, i, worker);
+    int64_t end;
+    for (int64_t i = take(end); i < count; i = take(end)) {
+      for (; i < end; ++i) body(context, i, worker);
+    }
   }
 };
 
@@ -72,11 +88,8 @@ void run_on_std_threads(Loop& loop, int threads) {
 }  // namespace
 
 void parallel_for(int64_t count, int threads, LoopBody body, void* context) {
-  Loop loop;
-  loop.count = count;
-  loop.body = body;
-  loop.context = context;
   if (threads > count) threads = int(count);
+  Loop loop{count, threads, body, context};
   if (threads <= 1 || runs_serially()) {
     loop.work();
   } else if (!run_on_openmp(loop, threads)) {
