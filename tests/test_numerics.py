@@ -209,6 +209,19 @@ def test_row_9_sums_and_squares_beyond_half(row: Row, dtype: torch.dtype) -> Non
     check_chain(row, v, own)
 
 
+@all_rows
+def test_large_outputs_in_fresh_and_in_used_memory(row: Row) -> None:
+    """From 16 MiB on the output is written another way where its pages have been used before.
+
+    That is so from the second or third call on: the allocator keeps blocks of this size.
+    """
+    gen = generator(row.chain, "large")
+    v = randn(gen, 1, 6, 847, 1021)
+    own = draw_own(row, 6, gen) | ({"pool_size": [1, 1]} if "pool_size" in draw_own(row, 6, gen) else {})
+    for _ in range(4):
+        check_chain(row, v, own)
+
+
 @formats
 @all_rows
 def test_every_element_is_written(row: Row, layout: torch.memory_format) -> None:

@@ -7,19 +7,19 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Two sums side by side: half the wait for one addition after the other.
-template <class T>
-FUSEDCONV_INLINE double sum_of_lanes(Vector<T> x) {
-  T lane[kLanes<T>];
-  store(lane, x);
-  double even = 0;
-  double odd = 0;
-#pragma GCC unroll 8
-  for (int i = 0; i < kLanes<T>; i += 2) {
-    even += double(lane[i]);
-    odd += double(lane[i + 1]);
-  }
-  return even + odd;
+// In double. Half a vector of floats becomes a vector of doubles.
+FUSEDCONV_INLINE double sum_of_lanes(Vector<double> x) {
+  double sum = 0;
+  for (int i = 0; i < kLanes<double>; ++i) sum += x[i];
+  return sum;
+}
+
+FUSEDCONV_INLINE double sum_of_lanes(Vector<float> x) {
+  typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
+  Half half[2];
+  std::memcpy(half, &x, sizeof(x));
+  return sum_of_lanes(__builtin_convertvector(half[0], Vector<double>) +
+                      __builtin_convertvector(half[1], Vector<double>));
 }
 
 // Sums that run side by side: a sum waits some cycles for its last addition.
@@ -67,7 +67,7 @@ Moments moments_of_few(T* plane, int64_t pitch, int64_t rows, int64_t cols, cons
     if constexpr (kReplaces) store(at, select(mask, y, x));
     sum[i] += select(mask, y, zero);
   });
-  const T mean = T(sum_of_lanes<T>(total<T>(sum)) / count);
+  const T mean = T(sum_of_lanes(total<T>(sum)) / count);
   Vector<T> deviation[kSums]{};
   Vector<T> square[kSums]{};
   for_each_vector(plane, pitch, rows, cols, [&](T* at, auto mask, int i) {
@@ -76,8 +76,8 @@ Moments moments_of_few(T* plane, int64_t pitch, int64_t rows, int64_t cols, cons
     deviation[i] += d;
     square[i] += d * d;
   });
-  const double residual = sum_of_lanes<T>(total<T>(deviation)) / count;
-  return {count, double(mean) + residual, sum_of_lanes<T>(total<T>(square)) - residual * residual * count};
+  const double residual = sum_of_lanes(total<T>(deviation)) / count;
+  return {count, double(mean) + residual, sum_of_lanes(total<T>(square)) - residual * residual * count};
 }
 
 // The same for any number of pixels.
