@@ -135,11 +135,13 @@ class Launcher:
         names = [name for name in _TENSORS if name in place and (conv or name not in _OF_CONV)]
         places = [place[name] for name in names]
         launch = _C.Launch(self._chain, names, _form(args[0]), conv, numbers, _form(output))
-        size, stride, dtype, device = output.shape, output.stride(), output.dtype, args[0].device
-        has_elements = output.numel() > 0
+        size, stride, has_elements = output.shape, output.stride(), output.numel() > 0
+        empty = torch.empty(
+            0, dtype=output.dtype, device=args[0].device
+        )  # quicker to say than a dtype and a device
 
         def run(args: Sequence[Any]) -> Tensor:
-            output = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            output = empty.new_empty_strided(size, stride)
             if has_elements:
                 pointers = [args[i].data_ptr() for i in places]
                 if not all(pointers):  # to a kernel 0 would mean that the argument is absent

@@ -163,7 +163,7 @@ class Operator:
         device = given[0].get_device()  # -1 where only another argument is on CUDA: the checks will say so
         if device < 0 or not self.launcher.has_cuda(device):
             return self.plain(*given, **options)
-        signature = (*self.signature(given, options), *(a.device for a in given if isinstance(a, Tensor)))
+        signature = (*self.signature(given, options), *[a.device for a in given if isinstance(a, Tensor)])
         run = self.prepared.get(signature)
         if run is None:
             run = self.prepare(signature, self.launcher.prepare_cuda, given, **options)
@@ -264,7 +264,9 @@ class _Gradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.operator, ctx.precision = operator, options.get("precision")
-        ctx.rest = [None if isinstance(a, Tensor) else a for a in given]
+        ctx.rest = rest = list(given)
+        for i in operator.places[len(rest)]:
+            rest[i] = None
         return operator.below_autograd(keyset, *given, **options)
 
     @staticmethod
@@ -451,7 +453,7 @@ def _is_traced() -> bool:
 def _needs_gradient(args: Sequence[Any]) -> bool:
     if torch.is_grad_enabled():
         for a in args:
-            if isinstance(a, Tensor) and a.requires_grad:
+            if getattr(a, "requires_grad", False):  # isinstance takes longer
                 return True
     return False
 
