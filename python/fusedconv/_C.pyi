@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
-# Pointers are ints (data_ptr()). Nothing is checked here: _launch.py passes only what
-# the operator's checks have accepted.
+# Pointers are ints (data_ptr()). Names are checked here, and that there is a pointer for each; nothing else is:
+# _launch.py passes only what the operator's checks have accepted.
 
 Form = tuple[int, Sequence[int], Sequence[int]]
 """dtype code, sizes (N, C, H, W), strides in elements."""

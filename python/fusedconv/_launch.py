@@ -136,9 +136,8 @@ class Launcher:
         places = [place[name] for name in names]
         launch = _C.Launch(self._chain, names, _form(args[0]), conv, numbers, _form(output))
         size, stride, has_elements = output.shape, output.stride(), output.numel() > 0
-        empty = torch.empty(
-            0, dtype=output.dtype, device=args[0].device
-        )  # quicker to say than a dtype and a device
+        # A new one like this is quicker than one of a named dtype and device.
+        empty = torch.empty(0, dtype=output.dtype, device=args[0].device)
 
         def run(args: Sequence[Any]) -> Tensor:
             output = empty.new_empty_strided(size, stride)
