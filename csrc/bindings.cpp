@@ -3,10 +3,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "core/problem.h"
 #include "cpu/dispatch.h"
@@ -19,54 +23,100 @@ namespace {
 
 using Pair = std::array<int64_t, 2>;
 using Quad = std::array<int64_t, 4>;
-// data_ptr, dtype, sizes, strides
-using PyTensor = std::tuple<uintptr_t, int, Quad, Quad>;
-// bias, scale, norm_weight, norm_bias, num_groups, eps, pool_h, pool_w, clamp_min, clamp_max
-using PyArguments =
-    std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, double, int64_t, int64_t, double, double>;
+using PyForm = std::tuple<int, Quad, Quad>;           // dtype, sizes, strides
+using PyConv = std::tuple<PyForm, Pair, Pair, Pair>;  // weight, stride, padding, dilation
+// num_groups, eps, pool_size, clamp_min, clamp_max
+using PyNumbers = std::tuple<int64_t, double, Pair, double, double>;
 
 void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-Tensor to_tensor(const PyTensor& from) {
-  const auto& [address, dtype, size, stride] = from;
-  return {pointer(address),
+Tensor to_tensor(const PyForm& from) {
+  const auto& [dtype, size, stride] = from;
+  return {nullptr,
           static_cast<DType>(dtype),
           {size[0], size[1], size[2], size[3]},
           {stride[0], stride[1], stride[2], stride[3]}};
 }
 
-Arguments to_arguments(const PyArguments& from) {
-  const auto& [bias, scale, norm_weight, norm_bias, num_groups, eps, pool_h, pool_w, clamp_min, clamp_max] =
-      from;
-  return {pointer(bias),      pointer(scale), pointer(norm_weight),
-          pointer(norm_bias), num_groups,     eps,
-          {pool_h, pool_w},   clamp_min,      clamp_max};
+Conv to_conv(const PyConv& from) {
+  const auto& [weight, stride, padding, dilation] = from;
+  return {to_tensor(weight),
+          nullptr,
+          {stride[0], stride[1]},
+          {padding[0], padding[1]},
+          {dilation[0], dilation[1]}};
 }
 
-void cpu_conv2d(const std::string& chain, const PyTensor& input, const PyTensor& weight, uintptr_t conv_bias,
-                const Pair& stride, const Pair& padding, const Pair& dilation, const PyArguments& arguments,
-                const PyTensor& output, int threads) {
-  const Conv conv{to_tensor(weight),
-                  pointer(conv_bias),
-                  {stride[0], stride[1]},
-                  {padding[0], padding[1]},
-                  {dilation[0], dilation[1]}};
-  const py::gil_scoped_release release;
-  run_on_cpu(chain, {to_tensor(input), &conv, to_arguments(arguments), to_tensor(output)}, threads);
+Arguments to_arguments(const PyNumbers& from) {
+  const auto& [num_groups, eps, pool, clamp_min, clamp_max] = from;
+  return {nullptr, nullptr, nullptr, nullptr, num_groups, eps, {pool[0], pool[1]}, clamp_min, clamp_max};
 }
 
-void cpu_chain(const std::string& chain, const PyTensor& input, const PyArguments& arguments,
-               const PyTensor& output, int threads) {
-  const py::gil_scoped_release release;
-  run_on_cpu(chain, {to_tensor(input), nullptr, to_arguments(arguments), to_tensor(output)}, threads);
+// The tensors that a launch reads.
+constexpr std::array kNames{"input", "weight", "conv_bias", "bias", "scale", "norm_weight", "norm_bias"};
+
+size_t find_slot(const std::string& name) {
+  const size_t slot = size_t(std::find(kNames.begin(), kNames.end(), name) - kNames.begin());
+  if (slot == kNames.size()) throw std::invalid_argument("fusedconv: no tensor is called '" + name + "'");
+  return slot;
 }
 
-void cuda_chain(const std::string& chain, const PyTensor& input, const PyArguments& arguments,
-                const PyTensor& output, int device, uintptr_t stream) {
-  const py::gil_scoped_release release;
-  run_on_cuda(chain, {to_tensor(input), nullptr, to_arguments(arguments), to_tensor(output)}, device,
-              pointer(stream));
-}
+// A problem that is made once and run often, by several threads at a time: each run brings its own pointers.
+class Launch {
+ public:
+  // names: whose pointers a run brings, in their order.
+  Launch(const std::string& chain, const std::vector<std::string>& names, const PyForm& input,
+         const std::optional<PyConv>& conv, const PyNumbers& numbers, const PyForm& output)
+      : chain_(chain),
+        cpu_kernel_(find_on_cpu(chain)),
+        problem_{to_tensor(input), nullptr, to_arguments(numbers), to_tensor(output)} {
+    for (const std::string& name : names) slots_.push_back(find_slot(name));
+    if (conv) conv_ = to_conv(*conv);
+  }
+
+  void on_cpu(const std::vector<uintptr_t>& pointers, uintptr_t output, int threads) const {
+    run(pointers, output, [&](const Problem& problem) { run_on_cpu(cpu_kernel_, problem, threads); });
+  }
+
+  void on_cuda(const std::vector<uintptr_t>& pointers, uintptr_t output, int device, uintptr_t stream) const {
+    run(pointers, output,
+        [&](const Problem& problem) { run_on_cuda(chain_, problem, device, pointer(stream)); });
+  }
+
+ private:
+  template <class RunOnDevice>
+  void run(const std::vector<uintptr_t>& pointers, uintptr_t output, const RunOnDevice& run_on_device) const {
+    if (pointers.size() != slots_.size())
+      throw std::invalid_argument("fusedconv: the pointers are not those that were named");
+    std::array<void*, kNames.size()> at{};  // null: absent
+    for (size_t i = 0; i < slots_.size(); ++i) at[slots_[i]] = pointer(pointers[i]);
+    const auto& [input, weight, conv_bias, bias, scale, norm_weight, norm_bias] = at;
+
+    Problem problem = problem_;
+    Conv conv;
+    if (conv_) {
+      conv = *conv_;
+      conv.weight.data = weight;
+      conv.bias = conv_bias;
+      problem.conv = &conv;
+    }
+    problem.input.data = input;
+    problem.arguments.bias = bias;
+    problem.arguments.scale = scale;
+    problem.arguments.norm_weight = norm_weight;
+    problem.arguments.norm_bias = norm_bias;
+    problem.output.data = pointer(output);
+
+    const py::gil_scoped_release release;
+    run_on_device(problem);
+  }
+
+  std::string chain_;
+  Kernel cpu_kernel_;  // every chain has one
+  std::vector<size_t> slots_;
+  std::optional<Conv> conv_;
+  Problem problem_;
+};
 
 std::map<std::string, std::string> build_info() {
   return {{"version", FUSEDCONV_VERSION},
@@ -82,9 +132,11 @@ PYBIND11_MODULE(_C, module) {
   module.attr("FLOAT64") = static_cast<int>(DType::kFloat64);
   module.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
   module.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
-  module.def("cpu_conv2d", &cpu_conv2d);
-  module.def("cpu_chain", &cpu_chain);
-  module.def("cuda_chain", &cuda_chain);
+  py::class_<Launch>(module, "Launch")
+      .def(py::init<const std::string&, const std::vector<std::string>&, const PyForm&,
+                    const std::optional<PyConv>&, const PyNumbers&, const PyForm&>())
+      .def("on_cpu", &Launch::on_cpu)
+      .def("on_cuda", &Launch::on_cuda);
   module.def("cuda_chains", [] { return py::tuple(py::cast(cuda_chains())); });
   module.def("cuda_status", &cuda_status);
   module.def("build_info", &build_info);

@@ -312,6 +312,12 @@ def weight_is_a_plain_tensor(m: Any) -> None:
     m.conv.weight = weight
 
 
+def bias_is_a_plain_tensor(m: Any) -> None:
+    bias = m.conv.bias.detach() * 2
+    del m.conv.bias
+    m.conv.bias = bias
+
+
 def changed_geometry(m: Any) -> None:
     """Attributes of the conv that were changed after it was built."""
     m.conv.padding, m.conv.stride, m.conv.dilation = (2, 1), (2, 2), (1, 2)
@@ -332,8 +338,8 @@ def no_bias_any_more(m: Any) -> None:
 CHANGES = (
     lora, subclass, sequential, pruned, pruned_permanently, old_spectral_norm, new_spectral_norm, weight_norm,
     parametrized, parametrized_bias, forward_hook, forward_pre_hook, backward_hook, backward_pre_hook,
-    instance_forward, replaced_weight, weight_is_a_plain_tensor, changed_geometry, padding_becomes_same,
-    padding_becomes_valid, no_bias_any_more,
+    instance_forward, replaced_weight, weight_is_a_plain_tensor, bias_is_a_plain_tensor, changed_geometry,
+    padding_becomes_same, padding_becomes_valid, no_bias_any_more,
 )  # fmt: skip
 
 

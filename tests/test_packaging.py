@@ -8,6 +8,7 @@ import inspect
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,25 +93,35 @@ def stub() -> ast.Module:
     return ast.parse((PACKAGE / "_C.pyi").read_text())
 
 
+def check_functions(owner: Any, body: list[ast.stmt]) -> set[str]:
+    """The functions in this part of the stub, each with as many arguments as the real one."""
+    functions = {node.name: node.args for node in body if isinstance(node, ast.FunctionDef)}
+    for name, said in functions.items():
+        documented = getattr(owner, name).__doc__.split("\n")[0]
+        signature = re.fullmatch(rf"{name}\((.*)\) -> .+", documented)
+        assert signature, f"{name} has no signature in {documented!r}"
+        expected = ["self"] if isinstance(owner, type) else []
+        actual = re.findall(r"(\w+): ", signature[1])
+        expected += [f"arg{i}" for i in range(len(actual) - len(expected))]
+        assert actual == expected, f"{name} has named arguments: so must the stub"
+        assert len(said.posonlyargs) == len(actual), name
+        assert not any((said.args, said.kwonlyargs, said.vararg, said.kwarg, said.defaults)), name
+    return set(functions)
+
+
 def test_the_stub_is_true() -> None:
     """`_C.pyi` names what `_C` has, no more and no less, with as many arguments. The bindings name none of them."""
-    functions = {node.name: node.args for node in stub().body if isinstance(node, ast.FunctionDef)}
+    classes = {node.name: node.body for node in stub().body if isinstance(node, ast.ClassDef)}
     constants = {
         n.target.id for n in stub().body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
     }
     constants = {name for name in constants if name.isupper()}
     real = {name for name in dir(_C) if not name.startswith("_")}
-    assert functions.keys() | constants == real
-    for name, said in functions.items():
-        documented = getattr(_C, name).__doc__.split("\n")[0]
-        signature = re.fullmatch(rf"{name}\((.*)\) -> .+", documented)
-        assert signature, f"{name} has no signature in {documented!r}"
-        actual = re.findall(r"(\w+): ", signature[1])
-        assert actual == [f"arg{i}" for i in range(len(actual))], (
-            f"{name} has named arguments: so must the stub"
-        )
-        assert len(said.posonlyargs) == len(actual), name
-        assert not any((said.args, said.kwonlyargs, said.vararg, said.kwarg, said.defaults)), name
+    functions = check_functions(_C, stub().body)
+    assert functions | classes.keys() | constants == real
+    for name, body in classes.items():
+        methods = check_functions(getattr(_C, name), body)
+        assert methods - {"__init__"} == {method for method in dir(getattr(_C, name)) if method[0] != "_"}
     for name in constants:
         assert isinstance(getattr(_C, name), int)
 
@@ -154,10 +165,22 @@ def test_schemas() -> None:
 
 def test_unknown_chain_name_of_the_extension() -> None:
     """The extension's own guard: a name that no chain has is an error, not a crash."""
-    arguments = (0, 0, 0, 0, 0, 1e-5, 1, 1, 0.0, 1.0)
-    tensor = (0, _C.FLOAT32, [1, 1, 1, 1], [1, 1, 1, 1])
-    with pytest.raises((ValueError, RuntimeError), match="no_such_chain"):
-        _C.cpu_chain("no_such_chain", tensor, arguments, tensor, 1)
+    numbers = (0, 1e-5, (1, 1), 0.0, 1.0)
+    form = (_C.FLOAT32, [1, 1, 1, 1], [1, 1, 1, 1])
+    with pytest.raises(ValueError, match="no_such_chain"):
+        _C.Launch("no_such_chain", ["input"], form, None, numbers, form)
+
+
+def test_wrong_pointers_for_the_extension() -> None:
+    """As many as the names, and for tensors that a kernel knows."""
+    numbers = (0, 1e-5, (1, 1), 0.0, 1.0)
+    form = (_C.FLOAT32, [1, 1, 1, 1], [1, 1, 1, 1])
+    with pytest.raises(ValueError, match="no_such_tensor"):
+        _C.Launch("relu_hardswish", ["input", "no_such_tensor"], form, None, numbers, form)
+    launch = _C.Launch("relu_hardswish", ["input"], form, None, numbers, form)
+    for pointers in ([], [0, 0]):
+        with pytest.raises(ValueError, match="pointers"):
+            launch.on_cpu(pointers, 0, 1)
 
 
 def test_row_31_a_machine_without_a_gpu_is_told_in_words() -> None:

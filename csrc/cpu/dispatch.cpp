@@ -7,8 +7,6 @@
 
 namespace fusedconv {
 
-using Kernel = void (*)(const Problem& problem, int threads);
-
 namespace baseline {
 Kernel find_kernel(const char* chain);
 }
@@ -76,9 +74,13 @@ std::vector<std::string> cpu_isas() {
   return names;
 }
 
-void run_on_cpu(const std::string& chain, const Problem& problem, int threads) {
+Kernel find_on_cpu(const std::string& chain) {
   const Kernel kernel = level_in_use().find_kernel(chain.c_str());
   if (kernel == nullptr) throw std::invalid_argument("fusedconv: no CPU kernel for chain '" + chain + "'");
+  return kernel;
+}
+
+void run_on_cpu(Kernel kernel, const Problem& problem, int threads) {
   const Tensor& output = problem.output;
   const bool is_dense = output.stride[0] == output.size[1] * output.size[2] * output.size[3];
   if (is_dense) {

@@ -13,7 +13,10 @@ std::string cpu_isa();
 // All levels that can run here, best last.
 std::vector<std::string> cpu_isas();
 
-// Throws std::invalid_argument for a name that no chain has.
-void run_on_cpu(const std::string& chain, const Problem& problem, int threads);
+using Kernel = void (*)(const Problem& problem, int threads);
+
+// A chain's kernel at the level in use. Throws std::invalid_argument for a name that no chain has.
+Kernel find_on_cpu(const std::string& chain);
+void run_on_cpu(Kernel kernel, const Problem& problem, int threads);
 
 }  // namespace fusedconv

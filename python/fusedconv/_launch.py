@@ -24,9 +24,11 @@ _CODES = {
 
 _CUDA_CHAINS = frozenset(_C.cuda_chains())
 
-# What the kernels take from a chain's arguments, in the order of _C.Arguments, and what stands for none.
-_VECTORS = ("bias", "scale", "norm_weight", "norm_bias")
-_SCALARS: dict[str, Any] = {
+# What the kernels take, by the names of an operator's arguments.
+_OF_CONV = ("weight", "conv_bias")
+_VECTORS = ("conv_bias", "bias", "scale", "norm_weight", "norm_bias")  # a value a channel
+_TENSORS = ("input", "weight", *_VECTORS)
+_NUMBERS: dict[str, Any] = {  # in the order of _C.Numbers, with what stands for none
     "num_groups": 0,
     "eps": 0.0,
     "pool_size": (1, 1),
@@ -40,7 +42,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _form(tensor: Tensor) -> tuple[int, Sequence[int], Sequence[int]]:
+def _form(tensor: Tensor) -> _C.Form:
     return _CODES[tensor.dtype], tensor.shape, tensor.stride()
 
 
@@ -57,12 +59,16 @@ def _runs_directly(input: Tensor, weight: Tensor, groups: int) -> bool:
 
 
 def _freed(name: str) -> NoReturn:
-    """No pointer to a tensor that has elements. To a kernel 0 would mean that the argument is absent."""
+    """No pointer to a tensor that has elements."""
     raise RuntimeError(f"{name} has no memory: its storage was freed")
 
 
 Run = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, launches, gives the output
-Launch = Callable[[Sequence[Any], Tensor], None]  # the same, into an output that is there
+Start = Callable[[_C.Launch, list[int], int], None]  # takes the tensors' pointers, and the output's
+
+
+def _start_on_cpu(launch: _C.Launch, pointers: list[int], output: int) -> None:
+    launch.on_cpu(pointers, output, torch.get_num_threads())
 
 
 class Launcher:
@@ -76,94 +82,88 @@ class Launcher:
     def __init__(self, chain: Chain, names: Sequence[str], has_conv: bool) -> None:
         self._chain = chain.name
         self._has_conv = has_conv
-        self._place = {name: i for i, name in enumerate(names)}
+        self._names = names
 
     def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: Run) -> Run:
         """Our own conv, or PyTorch's and then the chain."""
         if self._has_conv and _runs_directly(args[0], args[1], groups=args[-1]):
-            return self._with_output(args, output, self._cpu_conv(args, output), "conv_bias", *_VECTORS)
-
-        def kernel(v: _C.Tensor, arguments: _C.Arguments, output: _C.Tensor) -> None:
-            _C.cpu_chain(self._chain, v, arguments, output, torch.get_num_threads())
-
-        return self._two_steps(args, output, source, kernel)
+            stride, padding, dilation, _ = args[GEOMETRY]
+            conv = _form(args[1]), stride, padding, dilation
+            return self._prepare(args, output, _start_on_cpu, self._numbers(args), conv)
+        return self._two_steps(args, output, source, _start_on_cpu)
 
     def prepare_cuda(self, args: Sequence[Any], output: Tensor, source: Run) -> Run:
         """PyTorch's conv, then the chain."""
         device = args[0].get_device()
 
-        def kernel(v: _C.Tensor, arguments: _C.Arguments, output: _C.Tensor) -> None:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            _C.cuda_chain(self._chain, v, arguments, output, device, stream)
+        def start(launch: _C.Launch, pointers: list[int], output: int) -> None:
+            launch.on_cuda(pointers, output, device, torch._C._cuda_getCurrentRawStream(device))
 
-        return self._two_steps(args, output, source, kernel)
+        return self._two_steps(args, output, source, start)
 
-    def _cpu_conv(self, args: Sequence[Any], output: Tensor) -> Launch:
-        chain, arguments, has_bias = self._chain, self._arguments(args), args[2] is not None
-        input_form, weight_form, output_form = _form(args[0]), _form(args[1]), _form(output)
-        stride, padding, dilation = map(tuple, args[GEOMETRY][:-1])
+    def _two_steps(self, args: Sequence[Any], output: Tensor, source: Run, start: Start) -> Run:
+        numbers = self._numbers(args)
+        if not self._has_conv:  # v is the input
+            return self._prepare(args, output, start, numbers)
+        prepared: dict[tuple[int, ...], Run] = {}
 
-        def launch(args: Sequence[Any], output: Tensor) -> None:
-            _C.cpu_conv2d(
-                chain, (args[0].data_ptr() or _freed("input"), *input_form),
-                (args[1].data_ptr() or _freed("weight"), *weight_form),
-                (args[2].data_ptr() or _freed("conv_bias")) if has_bias else 0,
-                stride, padding, dilation, arguments(args), (output.data_ptr(), *output_form), torch.get_num_threads(),
-            )  # fmt: skip
+        def run(args: Sequence[Any]) -> Tensor:
+            v = source(args)
+            args = (v, *args[1:])
+            stride = v.stride()  # PyTorch's choice: not all that it depends on is in the signature
+            if stride not in prepared:
+                prepared[stride] = self._prepare(args, output, start, numbers)
+            return prepared[stride](args)
 
-        return launch
+        return run
 
-    def _two_steps(
-        self, args: Sequence[Any], output: Tensor, source: Run, kernel: Callable[..., None]
+    def _numbers(self, args: Sequence[Any]) -> _C.Numbers:
+        given = {name: a for name, a in zip(self._names, args, strict=True) if a is not None}
+        num_groups, eps, pool, low, high = (given.get(name, absent) for name, absent in _NUMBERS.items())
+        return num_groups, eps, tuple(pool), low, high
+
+    def _prepare(
+        self,
+        args: Sequence[Any],
+        output: Tensor,
+        start: Start,
+        numbers: _C.Numbers,
+        conv: _C.Conv | None = None,
     ) -> Run:
-        arguments, form = self._arguments(args), _form(output)
+        """One launch and its output. Without ``conv`` the first argument is the conv's output."""
+        place = {name: i for i, (name, a) in enumerate(zip(self._names, args, strict=False)) if a is not None}
+        names = [name for name in _TENSORS if name in place and (conv or name not in _OF_CONV)]
+        places = [place[name] for name in names]
+        launch = _C.Launch(self._chain, names, _form(args[0]), conv, numbers, _form(output))
+        size, stride, has_elements = output.shape, output.stride(), output.numel() > 0
+        # A new one like this is quicker than one of a named dtype and device.
+        empty = torch.empty(0, dtype=output.dtype, device=args[0].device)
 
-        def launch(args: Sequence[Any], output: Tensor) -> None:
-            v = source(args)  # lives until the kernel has run
-            kernel((v.data_ptr() or _freed("input"), *_form(v)), arguments(args), (output.data_ptr(), *form))
+        def run(args: Sequence[Any]) -> Tensor:
+            output = empty.new_empty_strided(size, stride)
+            if has_elements:
+                pointers = [args[i].data_ptr() for i in places]
+                if not all(pointers):  # to a kernel 0 would mean that the argument is absent
+                    _freed(names[pointers.index(0)])
+                start(launch, pointers, output.data_ptr())
+            return output
 
-        return self._with_output(args, output, launch, *_VECTORS)
-
-    def _arguments(self, args: Sequence[Any]) -> Callable[[Sequence[Any]], _C.Arguments]:
-        """How to make _C.Arguments."""
-        given = {name: args[i] for name, i in self._place.items() if args[i] is not None}
-        vectors = [(slot, self._place[name], name) for slot, name in enumerate(_VECTORS) if name in given]
-        num_groups, eps, pool, low, high = (given.get(name, absent) for name, absent in _SCALARS.items())
-        scalars = num_groups, eps, pool[0], pool[1], low, high
-
-        def arguments(args: Sequence[Any]) -> _C.Arguments:
-            pointers: Any = [0, 0, 0, 0]
-            for slot, place, name in vectors:
-                pointers[slot] = args[place].data_ptr() or _freed(name)
-            return (*pointers, *scalars)
-
-        return arguments
-
-    def _with_output(self, args: Sequence[Any], output: Tensor, launch: Launch, *vectors: str) -> Run:
-        """Around a launch: an output, and vectors made one contiguous value a channel of the compute type."""
-        size, stride, dtype, is_empty = output.shape, output.stride(), output.dtype, output.numel() == 0
-        device = args[0].device
-        channels = args[1].shape[0] if self._has_conv else args[0].shape[1]
+        channels = args[0].shape[1] if conv is None else args[1].shape[0]
         compute = compute_dtype(args[0].dtype)
 
         def is_ready(vector: Tensor) -> bool:
             return vector.dtype is compute and vector.numel() == channels and vector.is_contiguous()
 
-        places = [(self._place[name], name) for name in vectors if name in self._place]
-        unready = [(i, name) for i, name in places if args[i] is not None and not is_ready(args[i])]
+        unready = [place[name] for name in names if name in _VECTORS and not is_ready(args[place[name]])]
 
-        def run(args: Sequence[Any]) -> Tensor:
-            output = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            if unready:
-                args = list(args)
-                for place, name in unready:
-                    args[place].data_ptr() or _freed(name)
-                    args[place] = args[place].to(compute).reshape(-1).expand(channels).contiguous()
-            if not is_empty:
-                launch(args, output)
-            return output
+        def make_ready_and_run(args: Sequence[Any]) -> Tensor:
+            args = list(args)
+            for i in unready:
+                args[i].data_ptr() or _freed(self._names[i])
+                args[i] = args[i].to(compute).reshape(-1).expand(channels).contiguous()
+            return run(args)
 
-        return run
+        return make_ready_and_run if unready else run
 
     def has_cuda(self, device: int) -> bool:
         """Whether a kernel of this build can run on this device. Warns once if the build is why not."""

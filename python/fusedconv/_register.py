@@ -42,7 +42,8 @@ _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchK
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
-_CPU_ONLY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_BELOW = _BELOW_AUTOGRAD.raw_repr()  # sets of keys as bits, which are quicker to compare
+_CPU_ONLY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
 
 _MOST_PREPARED = 1024  # signatures that an operator remembers
 
@@ -82,6 +83,7 @@ class Operator:
         names = [a.name for a in arguments]
         self.defaults = tuple(a.default_value for a in arguments)
         self.tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+        self.places = [[i for i in self.tensors if i < count] for count in range(len(arguments) + 1)]
         self.conv_tensors = self.tensors[TENSORS] if has_conv else []
         self.own = OWN if has_conv else slice(1, None)
         self.checks = [(i, name, CHECKS[name]) for i, name in enumerate(names) if name in CHECKS]
@@ -139,15 +141,15 @@ class Operator:
             return self.plain(*given, **options)
         if options.get("precision") is None and not _is_traced():
             options["precision"] = get_float32_precision()  # backward uses what forward used
-        output: Tensor = _record(self, keyset, options, *self.complete(given))
+        tensors = [given[i] for i in self.places[len(given)]]
+        output: Tensor = _record(self, keyset, options, given, *tensors)
         return output
 
     def below_autograd(self, keyset: Any, *args: Any, **options: Any) -> Tensor:
-        keyset = keyset & _BELOW_AUTOGRAD
-        if keyset == _CPU_ONLY:  # straight on: the dispatcher would convert all arguments there and back
-            return self.cpu(*args, **options)
+        if keyset.raw_repr() & _BELOW == _CPU_ONLY:
+            return self.cpu(*args, **options)  # the dispatcher would convert all arguments there and back
         with torch._C._AutoDispatchBelowAutograd():
-            output: Tensor = self.op.redispatch(keyset, *args, **options)
+            output: Tensor = self.op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
         return output
 
     def cpu(self, *given: Any, **options: Any) -> Tensor:
@@ -161,7 +163,7 @@ class Operator:
         device = given[0].get_device()  # -1 where only another argument is on CUDA: the checks will say so
         if device < 0 or not self.launcher.has_cuda(device):
             return self.plain(*given, **options)
-        signature = (*self.signature(given, options), *(a.device for a in given if isinstance(a, Tensor)))
+        signature = (*self.signature(given, options), *[a.device for a in given if isinstance(a, Tensor)])
         run = self.prepared.get(signature)
         if run is None:
             run = self.prepare(signature, self.launcher.prepare_cuda, given, **options)
@@ -171,8 +173,8 @@ class Operator:
         """All that the checks and the launch depend on, but for devices: a CPU kernel meets no others."""
         key = list(given)
         count = len(key)
-        for i in self.tensors:
-            if i < count and (tensor := key[i]) is not None:
+        for i in self.places[count]:
+            if (tensor := key[i]) is not None:
                 key[i] = tensor.shape, tensor.stride(), tensor.dtype
         for i in self.pairs:
             if i < count:
@@ -251,32 +253,32 @@ class Operator:
 
 
 class _Gradient(torch.autograd.Function):
-    """Keeps the arguments, not the conv's output; backward computes that again."""
+    """Keeps the arguments, not the conv's output; backward computes that again.
+
+    ``given`` holds the ``tensors`` too: autograd wants them by themselves, and the operator in their places.
+    """
 
     @staticmethod
-    def forward(operator: Operator, keyset: Any, options: dict[str, Any], *args: Any) -> Tensor:
-        return operator.below_autograd(keyset, *args, **options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.operator, _, options, *args = inputs
-        ctx.precision = options.get("precision")
-        ctx.save_for_backward(*[args[i] for i in ctx.operator.tensors])
-        for i in ctx.operator.tensors:
-            args[i] = None
-        ctx.args = args
+    def forward(
+        ctx: Any, operator: Operator, keyset: Any, options: Any, given: Sequence[Any], *tensors: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.operator, ctx.precision = operator, options.get("precision")
+        ctx.rest = rest = list(given)
+        for i in operator.places[len(rest)]:
+            rest[i] = None
+        return operator.below_autograd(keyset, *given, **options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        places, args, needed = ctx.operator.tensors, list(ctx.args), ctx.needs_input_grad[3:]
-        for i, tensor in zip(places, ctx.saved_tensors, strict=True):
+        operator, needed = ctx.operator, ctx.needs_input_grad[4:]
+        args = list(operator.complete(ctx.rest))
+        for i, tensor in zip(operator.tensors, ctx.saved_tensors, strict=False):
             args[i] = tensor
-        mask = [needed[i] for i in places]
-        found = ctx.operator.backward.op(grad, *args, mask, precision=ctx.precision)
-        gradients: list[Tensor | None] = [None] * len(needed)
-        for i, gradient in zip(places, _tuple(found), strict=True):
-            gradients[i] = gradient if needed[i] else None
-        return (None, None, None, *gradients)
+        mask = [*needed, *[False] * (len(operator.tensors) - len(needed))]
+        found = _tuple(operator.backward.op(grad, *args, mask, precision=ctx.precision))
+        gradients = [gradient if needs else None for gradient, needs in zip(found, needed, strict=False)]
+        return (None, None, None, None, *gradients)
 
 
 # Function.apply binds its arguments by `inspect` and looks for functorch, which has been dealt with: 30 us.
@@ -449,7 +451,11 @@ def _is_traced() -> bool:
 
 
 def _needs_gradient(args: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    if torch.is_grad_enabled():
+        for a in args:
+            if getattr(a, "requires_grad", False):  # isinstance takes longer
+                return True
+    return False
 
 
 def _has_tangent(args: Sequence[Any]) -> bool:

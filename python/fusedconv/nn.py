@@ -130,8 +130,21 @@ def _is_stock(module: nn.Module, kind: type[nn.Module]) -> bool:
         or _every_module._global_backward_pre_hooks
         or "weight" not in parameters
         or not _is_ordinary(parameters["weight"])
-        or ((bias := parameters.get("bias")) is not None and not _is_ordinary(bias))
+        or "bias" not in parameters
+        or not _is_ordinary(parameters["bias"])
     )
+
+
+_Geometry = tuple[()] | tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+
+
+def _shortest(
+    stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int
+) -> _Geometry:
+    """Nothing where all are an operator's defaults: a call takes 2 us less without them."""
+    if groups == 1 and stride == dilation == (1, 1) and padding == (0, 0):
+        return ()
+    return stride, padding, dilation, groups
 
 
 class _ConvChain(nn.Module):
@@ -153,16 +166,16 @@ class _ConvChain(nn.Module):
         self.training = conv.training
 
     @property
-    def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-        """The conv's stride, padding and dilation in numbers; None if no operator would do what the conv does."""
+    def _geometry(self) -> _Geometry | None:
+        """The conv's last arguments, in numbers; None if no operator would do what the conv does."""
         conv = cast(nn.Conv2d, self._modules["conv"])  # self.conv would take ten times as long
         if not _is_stock(conv, nn.Conv2d) or conv.padding_mode != "zeros":
             return None
         stride, dilation = as_pair(conv.stride), as_pair(conv.dilation)
         if not isinstance(conv.padding, str):
-            return stride, as_pair(conv.padding), dilation
+            return _shortest(stride, as_pair(conv.padding), dilation, conv.groups)
         if conv.padding == "valid":
-            return stride, (0, 0), dilation
+            return _shortest(stride, (0, 0), dilation, conv.groups)
         if conv.padding != "same" or stride != (1, 1):  # the conv says what is wrong
             return None
         kernel = cast(Tensor, conv._parameters["weight"]).shape[2:]
@@ -171,7 +184,15 @@ class _ConvChain(nn.Module):
         ]  # jit.trace has tensors
         if any(pixels % 2 for pixels in total):  # more on one side than on the other
             return None
-        return stride, tuple(pixels // 2 for pixels in total), dilation
+        return _shortest(stride, tuple(pixels // 2 for pixels in total), dilation, conv.groups)
+
+    def _conv_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a stock conv; its attributes would take ten times as long."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return self.conv.weight, self.conv.bias
+        else:  # noqa: RET505
+            conv: Any = self._modules["conv"]
+            return conv._parameters["weight"], conv._parameters["bias"]
 
     @property
     def _operator(self) -> str | None:
@@ -200,6 +221,19 @@ class _ConvNormChain(_ConvChain):
     @property
     def _stock_norm(self) -> bool:
         return _is_stock(cast(nn.GroupNorm, self._modules["group_norm"]), nn.GroupNorm)
+
+    def _norm_arguments(self) -> tuple[int, Tensor | None, Tensor | None, float]:
+        """What a stock norm is to an operator."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return (
+                self.group_norm.num_groups,
+                self.group_norm.weight,
+                self.group_norm.bias,
+                self.group_norm.eps,
+            )
+        else:  # noqa: RET505
+            norm: Any = self._modules["group_norm"]
+            return norm.num_groups, norm._parameters["weight"], norm._parameters["bias"], norm.eps
 
     @property
     def _operator(self) -> str | None:
@@ -232,16 +266,14 @@ class ConvReLUHardswish(_ConvChain):
         return module
 
     def forward(self, input: Tensor) -> Tensor:
-        conv = self.conv
         geometry = self._geometry
         if geometry is None:
-            v = conv(input)
+            v = self.conv(input)
             output: Tensor = torch.ops.fusedconv.relu_hardswish(v, precision=_precision())
         else:
             output = torch.ops.fusedconv.conv2d_relu_hardswish(
-                input, conv.weight, conv.bias, *geometry, conv.groups,
-                precision=_precision(),
-            )  # fmt: skip
+                input, *self._conv_parameters(), *geometry, precision=_precision()
+            )
         return output
 
 
@@ -288,23 +320,20 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
         return module
 
     def forward(self, input: Tensor) -> Tensor:
-        conv = self.conv
-        norm = self.group_norm
         geometry = self._geometry
         if not self._stock_norm:
-            v = conv(input)
-            output: Tensor = norm(
+            v = self.conv(input)
+            output: Tensor = self.group_norm(
                 torch.ops.fusedconv.bias_scale_sigmoid(v, self.bias, self.scale, precision=_precision())
             )
         elif geometry is None:
             output = torch.ops.fusedconv.bias_scale_sigmoid_group_norm(
-                conv(input), self.bias, self.scale, norm.num_groups, norm.weight, norm.bias, norm.eps,
-                precision=_precision(),
-            )  # fmt: skip
+                self.conv(input), self.bias, self.scale, *self._norm_arguments(), precision=_precision()
+            )
         else:
             output = torch.ops.fusedconv.conv2d_bias_scale_sigmoid_group_norm(
-                input, conv.weight, conv.bias, self.bias, self.scale, norm.num_groups, norm.weight, norm.bias, norm.eps,
-                *geometry, conv.groups, precision=_precision(),
+                input, *self._conv_parameters(), self.bias, self.scale, *self._norm_arguments(),
+                *geometry, precision=_precision(),
             )  # fmt: skip
         return output
 
@@ -378,23 +407,22 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
         return module
 
     def forward(self, input: Tensor) -> Tensor:
-        conv = self.conv
-        norm = self.group_norm
         geometry = self._geometry
         if not self._stock_norm:
-            output: Tensor = F.max_pool2d(norm(conv(input)) * self.scale, self.maxpool_kernel_size)
+            output: Tensor = F.max_pool2d(
+                self.group_norm(self.conv(input)) * self.scale, self.maxpool_kernel_size
+            )
             if self.clamp_min is not None or self.clamp_max is not None:
                 output = torch.clamp(output, self.clamp_min, self.clamp_max)
         elif geometry is None:
             output = torch.ops.fusedconv.group_norm_scale_max_pool_clamp(
-                conv(input), norm.num_groups, norm.weight, norm.bias, norm.eps, self.scale, self.maxpool_kernel_size,
+                self.conv(input), *self._norm_arguments(), self.scale, self.maxpool_kernel_size,
                 self.clamp_min, self.clamp_max, precision=_precision(),
             )  # fmt: skip
         else:
             output = torch.ops.fusedconv.conv2d_group_norm_scale_max_pool_clamp(
-                input, conv.weight, conv.bias, norm.num_groups, norm.weight, norm.bias, norm.eps, self.scale,
-                self.maxpool_kernel_size, self.clamp_min, self.clamp_max,
-                *geometry, conv.groups, precision=_precision(),
+                input, *self._conv_parameters(), *self._norm_arguments(), self.scale, self.maxpool_kernel_size,
+                self.clamp_min, self.clamp_max, *geometry, precision=_precision(),
             )  # fmt: skip
         return output
 
@@ -437,20 +465,17 @@ class ConvGroupNormSiLU(_ConvNormChain):
         return module
 
     def forward(self, input: Tensor) -> Tensor:
-        conv = self.conv
-        norm = self.group_norm
         geometry = self._geometry
         if not self._stock_norm:
-            output: Tensor = F.silu(norm(conv(input)))
+            output: Tensor = F.silu(self.group_norm(self.conv(input)))
         elif geometry is None:
             output = torch.ops.fusedconv.group_norm_silu(
-                conv(input), norm.num_groups, norm.weight, norm.bias, norm.eps, precision=_precision()
+                self.conv(input), *self._norm_arguments(), precision=_precision()
             )
         else:
             output = torch.ops.fusedconv.conv2d_group_norm_silu(
-                input, conv.weight, conv.bias, norm.num_groups, norm.weight, norm.bias, norm.eps,
-                *geometry, conv.groups, precision=_precision(),
-            )  # fmt: skip
+                input, *self._conv_parameters(), *self._norm_arguments(), *geometry, precision=_precision()
+            )
         return output
 
 
@@ -487,19 +512,17 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
         return module
 
     def forward(self, input: Tensor) -> Tensor:
-        conv = self.conv
-        norm = self.group_norm
         geometry = self._geometry
         if not self._stock_norm:
-            v = conv(input)
-            output: Tensor = torch.logsumexp(v + F.hardswish(torch.tanh(norm(v))), dim=1, keepdim=True)
+            v = self.conv(input)
+            h = F.hardswish(torch.tanh(self.group_norm(v)))
+            output: Tensor = torch.logsumexp(v + h, dim=1, keepdim=True)
         elif geometry is None:
             output = torch.ops.fusedconv.group_norm_tanh_hardswish_logsumexp(
-                conv(input), norm.num_groups, norm.weight, norm.bias, norm.eps, precision=_precision()
+                self.conv(input), *self._norm_arguments(), precision=_precision()
             )
         else:
             output = torch.ops.fusedconv.conv2d_group_norm_tanh_hardswish_logsumexp(
-                input, conv.weight, conv.bias, norm.num_groups, norm.weight, norm.bias, norm.eps,
-                *geometry, conv.groups, precision=_precision(),
-            )  # fmt: skip
+                input, *self._conv_parameters(), *self._norm_arguments(), *geometry, precision=_precision()
+            )
         return output
