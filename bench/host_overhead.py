@@ -34,13 +34,14 @@ LARGEST_SHARE = 0.5  # of eager's
 
 
 def operator(module: nn.Module, input: Tensor) -> Callable[[], Tensor]:
-    """The same call as the module makes, without the module."""
+    """The same call as the module makes, without the module and what it leaves to the default."""
     captured = {}
 
     class Capture(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             if "fusedconv" in str(function):
-                captured["call"] = function, args, kwargs or {}
+                given = {name: value for name, value in (kwargs or {}).items() if value is not None}
+                captured["call"] = function, args, given
             return function(*args, **(kwargs or {}))
 
     with Capture():

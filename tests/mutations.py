@@ -146,7 +146,7 @@ MUTATIONS = (
              "return (*key, *options.items())",
              "return (*(k for k in key if not isinstance(k, float)), *options.items())", "tests/test_numerics.py -k prepared"),
     Mutation("28", "no rule for the second gradient", PYTHON + "_register.py",
-             "if _needs_gradient(args) or _has_tangent(args):", "if False:", "tests/test_autograd.py -k 'gradcheck or second'"),
+             "if _needs_gradient(tensors) or _has_tangent(tensors):", "if False:", "tests/test_autograd.py -k 'gradcheck or second'"),
     Mutation("28", "torch.func sees no gradient", PYTHON + "_register.py",
              "if tangent or torch._C._are_functorch_transforms_active():", "if tangent:",
              "tests/test_autograd.py -k 'func_grad or jacobian'"),

@@ -45,11 +45,16 @@ struct Chain {
   // changes nothing. Without statistics there is no rest: Pre is applied with all the others.
   static constexpr bool kKeepsConv = Post::kReadsConv || std::is_same_v<Pre, Sequence<>> || !kNeedsStatistics;
 
+  // Pre(v) from what was kept.
+  template <class X, class T>
+  static FUSEDCONV_INLINE X before_norm(X kept, const Channel<T>& channel) {
+    return kKeepsConv ? Pre::value(kept, kept, channel) : kept;
+  }
+
   // Everything up to the reduction, from what was kept.
   template <class X, class T>
   static FUSEDCONV_INLINE X pointwise(X kept, const Channel<T>& channel) {
-    const X x = kKeepsConv ? Pre::value(kept, kept, channel) : kept;
-    return Post::value(Norm::value(x, channel), kept, channel);
+    return Post::value(Norm::value(before_norm(kept, channel), channel), kept, channel);
   }
 };
 

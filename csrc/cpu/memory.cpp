@@ -10,15 +10,19 @@
 
 namespace fusedconv {
 
-constexpr std::align_val_t kAlignment{64};
+constexpr size_t kAlignment = 64;
 
+// Not by an aligned new: cutting a block to size takes it longer than a small problem takes. In front of what
+// is handed out stands where the block begins.
 void* allocate_aligned(size_t bytes) {
-  void* memory = ::operator new(bytes, kAlignment);
+  char* block = static_cast<char*>(::operator new(bytes + kAlignment));
+  char* memory = block + kAlignment - reinterpret_cast<uintptr_t>(block) % kAlignment;
+  reinterpret_cast<char**>(memory)[-1] = block;
   advise_huge_pages(memory, bytes);
   return memory;
 }
 
-void free_aligned(void* memory) { ::operator delete(memory, kAlignment); }
+void free_aligned(void* memory) { ::operator delete(static_cast<char**>(memory)[-1]); }
 
 void advise_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__)

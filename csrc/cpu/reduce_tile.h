@@ -66,10 +66,9 @@ Place reduce_tile(MaxPool, const Place& place, const Tile<T>& tile, const Channe
         store(row + w, most);
       }
       sliding_maximum(row, cols, window_cols);
-      for (int64_t w = 0; w < pooled_cols; ++w) row[w] = row[w * window_cols];
-      transform(row, pooled_cols, [&](Vector<T> x) { return Chain::Final::value(x, x, channel); });
-      // Pooled row r lies where all rows have been read.
-      std::memcpy(plane + r * tile.pitch, row, size_t(pooled_cols) * sizeof(T));
+      transform(row, cols, [&](Vector<T> x) { return Chain::Final::value(x, x, channel); });
+      T* pooled = plane + r * tile.pitch;  // all rows up to there have been read
+      for (int64_t w = 0; w < pooled_cols; ++w) pooled[w] = row[w * window_cols];
     }
   }
   return {place.sample, place.channel, place.channels, place.row / window_rows, rows};

@@ -112,18 +112,29 @@ class Schedule {
     return {tile.data + c * plane_, plane_, tile.pitch};
   }
 
-  // Leaves in the tile v, or Pre(v) where nobody wants v back, and the moments of Pre(v).
+  // Leaves in the tile what is kept: v, or Pre(v).
+  void fill(const Place& part, const Tile<T>& tile, const T* scratch) const {
+    source_.load(part, tile, scratch + row_elements_);
+    if constexpr (!Chain::kKeepsConv) {
+      for (int64_t c = 0; c < part.channels; ++c) {
+        const Channel<T> channel = channels_[part.channel + c];
+        transform(tile.data + c * plane_, part.rows * source_.pitch,
+                  [&](Vector<T> x) { return Chain::Pre::value(x, x, channel); });
+      }
+    }
+  }
+
+  // Fills the tile, and leaves the moments of Pre(v).
   void measure(const Unit& unit, int64_t index, const Tile<T>& tile, T* scratch) const {
     const Place where = place(unit, index);
     source_.pack(where, scratch + row_elements_);
     Moments* moments = unit.moments + index * groups(unit.channels);
     for_each_part(where, [&](const Place& part, int64_t first) {
-      source_.load(part, from_channel(tile, first), scratch + row_elements_);
+      fill(part, from_channel(tile, first), scratch);
       for (int64_t c = first; c < first + part.channels; ++c) {
         const Channel<T> channel = channels_[unit.channel + c];
-        const Moments of_channel =
-            moments_of<!Chain::kKeepsConv>(tile.data + c * plane_, source_.pitch, where.rows, source_.cols,
-                                           [&](Vector<T> x) { return Chain::Pre::value(x, x, channel); });
+        const Moments of_channel = moments_of(tile.data + c * plane_, source_.pitch, where.rows, source_.cols,
+                                              [&](Vector<T> x) { return Chain::before_norm(x, channel); });
         Moments& of_group = moments[c / plan_.group_channels];
         of_group = c % plan_.group_channels == 0 ? of_channel : combine(of_group, of_channel);
       }
@@ -141,18 +152,6 @@ class Schedule {
       for (int64_t c = g * plan_.group_channels; c < (g + 1) * plan_.group_channels; ++c) {
         unit.parameters[c] = channels_[unit.channel + c];
         set_norm(unit.parameters[c], problem_.arguments, unit.channel + c, all.mean, inverse_deviation);
-      }
-    }
-  }
-
-  // v, or Pre(v) where nobody wants v back.
-  void fill(const Place& part, const Tile<T>& tile, const T* scratch) const {
-    source_.load(part, tile, scratch + row_elements_);
-    if constexpr (!Chain::kKeepsConv) {
-      for (int64_t c = 0; c < part.channels; ++c) {
-        const Channel<T> channel = channels_[part.channel + c];
-        transform(tile.data + c * plane_, part.rows * source_.pitch,
-                  [&](Vector<T> x) { return Chain::Pre::value(x, x, channel); });
       }
     }
   }

@@ -30,49 +30,43 @@ FUSEDCONV_INLINE Vector<T> total(const Vector<T> (&sum)[kSums]) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Calls visit(at, mask, sum) for each vector of rows x cols pixels; mask says which lanes are pixels, sum
+// Calls visit(x, mask, sum) for each vector of rows x cols pixels; mask says which lanes are pixels, sum
 // which of kSums sums the vector goes to.
 template <class T, class Visit>
-FUSEDCONV_INLINE void for_each_vector(T* plane, int64_t pitch, int64_t rows, int64_t cols,
+FUSEDCONV_INLINE void for_each_vector(const T* plane, int64_t pitch, int64_t rows, int64_t cols,
                                       const Visit& visit) {
   const int64_t whole = cols / kLanes<T> * kLanes<T>;
   const auto all = first_lanes<T>(kLanes<T>);
   const auto tail = first_lanes<T>(cols - whole);
   for (int64_t r = 0; r < rows; ++r) {
-    T* row = plane + r * pitch;
+    const T* row = plane + r * pitch;
     int64_t w = 0;
     for (; w + kSums * kLanes<T> <= whole; w += kSums * kLanes<T>) {
 #pragma GCC unroll 4
-      for (int sum = 0; sum < kSums; ++sum) visit(row + w + sum * kLanes<T>, all, sum);
+      for (int sum = 0; sum < kSums; ++sum) visit(load(row + w + sum * kLanes<T>), all, sum);
     }
-    for (; w < whole; w += kLanes<T>) visit(row + w, all, 0);
-    if (whole < cols) visit(row + whole, tail, 1);
+    for (; w < whole; w += kLanes<T>) visit(load(row + w), all, 0);
+    if (whole < cols) visit(load(row + whole), tail, 1);
   }
 }
 
 // So many pixels are summed in the compute type; sums of more are put together in double.
 constexpr int64_t kSumPixels = 2048;
 
-// The moments of stage(x), which replaces x in the plane if kReplaces, for few pixels. The mean first, then
-// the deviations from it; their own sum corrects the rounding of the mean. The tile is in the cache, so that
-// the second pass costs little.
-template <bool kReplaces, class T, class Stage>
-Moments moments_of_few(T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
+// The moments of stage(x) for few pixels. The mean first, then the deviations from it; their own sum corrects
+// the rounding of the mean. The tile is in the cache, so that the second pass costs little.
+template <class T, class Stage>
+Moments moments_of_few(const T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
   const double count = double(rows) * double(cols);
   const Vector<T> zero{};
   Vector<T> sum[kSums]{};
-  for_each_vector(plane, pitch, rows, cols, [&](T* at, auto mask, int i) {
-    const Vector<T> x = load(at);
-    const Vector<T> y = stage(x);
-    if constexpr (kReplaces) store(at, select(mask, y, x));
-    sum[i] += select(mask, y, zero);
-  });
+  for_each_vector(plane, pitch, rows, cols,
+                  [&](Vector<T> x, auto mask, int i) { sum[i] += select(mask, stage(x), zero); });
   const T mean = T(sum_of_lanes(total<T>(sum)) / count);
   Vector<T> deviation[kSums]{};
   Vector<T> square[kSums]{};
-  for_each_vector(plane, pitch, rows, cols, [&](T* at, auto mask, int i) {
-    const Vector<T> y = kReplaces ? load(at) : stage(load(at));
-    const Vector<T> d = select(mask, y - mean, zero);
+  for_each_vector(plane, pitch, rows, cols, [&](Vector<T> x, auto mask, int i) {
+    const Vector<T> d = select(mask, stage(x) - mean, zero);
     deviation[i] += d;
     square[i] += d * d;
   });
@@ -81,15 +75,15 @@ Moments moments_of_few(T* plane, int64_t pitch, int64_t rows, int64_t cols, cons
 }
 
 // The same for any number of pixels.
-template <bool kReplaces, class T, class Stage>
-Moments moments_of(T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
+template <class T, class Stage>
+Moments moments_of(const T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
   const int64_t some_cols = smaller(cols, kSumPixels);
   const int64_t some_rows = larger(1, kSumPixels / some_cols);
   Moments all{};
   for (int64_t r = 0; r < rows; r += some_rows) {
     for (int64_t w = 0; w < cols; w += some_cols) {
-      all = combine(all, moments_of_few<kReplaces>(plane + r * pitch + w, pitch, smaller(some_rows, rows - r),
-                                                   smaller(some_cols, cols - w), stage));
+      all = combine(all, moments_of_few(plane + r * pitch + w, pitch, smaller(some_rows, rows - r),
+                                        smaller(some_cols, cols - w), stage));
     }
   }
   return all;

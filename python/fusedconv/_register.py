@@ -134,14 +134,14 @@ class Operator:
         return output.view(*mapped.shape[:2], *output.shape[1:])
 
     def autograd(self, keyset: Any, *given: Any, **options: Any) -> Tensor:
-        tangent = _has_tangent(given)
-        if not tangent and not _needs_gradient(given):
+        tensors = [given[i] for i in self.places[len(given)]]
+        tangent = _has_tangent(tensors)
+        if not tangent and not _needs_gradient(tensors):
             return self.below_autograd(keyset, *given, **options)
         if tangent or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
         if options.get("precision") is None and not _is_traced():
             options["precision"] = get_float32_precision()  # backward uses what forward used
-        tensors = [given[i] for i in self.places[len(given)]]
         output: Tensor = _record(self, keyset, options, given, *tensors)
         return output
 
@@ -321,7 +321,8 @@ class Backward:
         return _returns([torch.stack(samples) for samples in zip(*calls, strict=True)])
 
     def autograd(self, keyset: Any, *args: Any, **options: Any) -> Any:
-        if _needs_gradient(args) or _has_tangent(args):
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if _needs_gradient(tensors) or _has_tangent(tensors):
             return self.again(*args, **options)
         with torch._C._AutoDispatchBelowAutograd():
             return self.op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
@@ -450,19 +451,19 @@ def _is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def _needs_gradient(args: Sequence[Any]) -> bool:
+def _needs_gradient(tensors: Sequence[Tensor | None]) -> bool:
     if torch.is_grad_enabled():
-        for a in args:
-            if getattr(a, "requires_grad", False):  # isinstance takes longer
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
                 return True
     return False
 
 
-def _has_tangent(args: Sequence[Any]) -> bool:
+def _has_tangent(tensors: Sequence[Tensor | None]) -> bool:
     """Whether forward-mode differentiation is on and one of the tensors takes part in it."""
     return forward_ad._current_level >= 0 and any(
-        isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None  # type: ignore[no-untyped-call]
-        for a in args
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+        for tensor in tensors
     )
 
 

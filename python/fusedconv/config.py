@@ -44,6 +44,12 @@ def get_float32_precision() -> str:
     return _precision
 
 
+def precision_to_record() -> str | None:
+    """What a function or a module passes to its operator: while a compiler records the call, the setting, on which the
+    graph is guarded then. None otherwise: the operator reads the setting in less time than passing it takes."""
+    return _precision if torch.compiler.is_compiling() else None
+
+
 class float32_precision:  # noqa: N801 (used like a function)
     """Context manager that sets the precision inside the block, and restores it after.
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from . import _register  # noqa: F401  (defines torch.ops.fusedconv)
 from .chains import Pair, as_pair
-from .config import get_float32_precision
+from .config import precision_to_record
 
 __all__ = [
     "bias_scale_sigmoid",
@@ -55,9 +55,8 @@ def _geometry(stride: Pair, padding: Pair | str, dilation: Pair, groups: int) ->
     return as_pair(stride), as_pair(padding), as_pair(dilation), groups
 
 
-def _or_setting(precision: str | None) -> str:
-    """Read here, not in the operator: a compiled graph is then guarded on the setting."""
-    return get_float32_precision() if precision is None else precision
+def _or_setting(precision: str | None) -> str | None:
+    return precision_to_record() if precision is None else precision
 
 
 def conv2d_relu_hardswish(

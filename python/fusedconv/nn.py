@@ -18,7 +18,7 @@ import torch.nn.modules.module as _every_module
 from torch import Tensor, nn
 
 from .chains import as_pair
-from .config import get_float32_precision
+from .config import precision_to_record
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -100,7 +100,7 @@ def _precision() -> str | None:
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return None
     else:  # noqa: RET505 - TorchScript would compile what stands behind
-        return get_float32_precision()
+        return precision_to_record()
 
 
 def _is_ordinary(tensor: Any) -> bool:
