@@ -214,7 +214,7 @@ MUTATIONS = (
     Mutation("dtype", "any output_dtype is let through", PYTHON + "chains.py",
              "if asked is not natural and (", "if False and (", "tests/test_numerics.py -k output_dtype"),
     Mutation("precision", "the setting is not passed on", PYTHON + "nn.py",
-             "return get_float32_precision()", "return None", "tests/test_config.py -k guarded"),
+             "return precision_to_record()", "return None", "tests/test_config.py -k guarded"),
 )  # fmt: skip
 
 
