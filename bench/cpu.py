@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from _report import save
 from fusedconv._measure import Call, interleaved, relative_error
-from fusedconv.workloads import SMALL_WORKLOADS, WORKLOADS, Workload
+from fusedconv.workloads import OTHER_WORKLOADS, SMALL_WORKLOADS, WORKLOADS, Workload
 
 CPU = torch.device("cpu")
 REQUIRED = {57: (6.0, 1.1), 21: (5.0, 3.0), 85: (7.0, 2.5), 92: (4.5, 3.0)}  # over eager, over torch.compile
@@ -136,9 +136,11 @@ def best(result: dict[str, dict[str, Any]], *kinds: str) -> float:
     return min((r["ms"] for name, r in result.items() if name.split(",")[0] in kinds), default=math.nan)
 
 
-def holds(ratio: float, least: float) -> str:
+def holds(ratio: float, least: float | None) -> str:
     if math.isnan(ratio):
         return "-"
+    if least is None:
+        return f"{ratio:.2f}"
     colour = "green" if ratio >= least else "red"
     return f"[{colour}]{ratio:.2f} ({'>=' if ratio >= least else 'under'} {least:g})[/]"
 
@@ -162,7 +164,10 @@ def speed_table(options: argparse.Namespace) -> dict[str, Any]:
     ):
         summary.add_column(column, justify="left" if column == "model" else "right")
     for workload in track(
-        chosen(options, WORKLOADS), description="workloads", console=stderr, transient=True
+        chosen(options, (*WORKLOADS, *OTHER_WORKLOADS)),
+        description="workloads",
+        console=stderr,
+        transient=True,
     ):
         torch._dynamo.reset()
         expected = reference(workload, options.batch)
@@ -184,7 +189,7 @@ def speed_table(options: argparse.Namespace) -> dict[str, Any]:
             detail.add_row(name, *(f"{number:.2f}" for number in numbers), f"{r['error']:.1e}")
         stdout.print(detail)
 
-        over_eager, over_compile = REQUIRED[workload.id]
+        over_eager, over_compile = REQUIRED.get(workload.id, (None, None))
         peers = ("eager", "compile", *PEERS)
         summary.add_row(
             str(workload.id),
@@ -192,7 +197,7 @@ def speed_table(options: argparse.Namespace) -> dict[str, Any]:
             holds(result["eager, NCHW"]["ms"] / ours["ms"], over_eager),
             f"{result['eager, channels_last']['ms'] / ours['ms']:.2f}",
             holds(best(result, "compile") / ours["ms"], over_compile),
-            holds(best(result, *peers) / ours["ms"], AIM[workload.id]),
+            holds(best(result, *peers) / ours["ms"], AIM.get(workload.id)),
             f"[{'green' if ours['error'] <= ERROR_BOUND else 'red'}]{ours['error']:.1e}[/]",
             f"{floor_ms:.2f} ms, {floor_ms / ours['ms']:.0%}",
         )
@@ -211,7 +216,7 @@ def size_table(options: argparse.Namespace) -> dict[str, Any]:
     for batch in BATCHES:
         table.add_column(f"batch {batch}", justify="right")
     raw: dict[str, Any] = {}
-    workloads = chosen(options, (*WORKLOADS, *SMALL_WORKLOADS))
+    workloads = chosen(options, (*WORKLOADS, *OTHER_WORKLOADS, *SMALL_WORKLOADS))
     for workload in track(workloads, description="sizes", console=stderr, transient=True):
         shape = f"{workload.channels[0]}->{workload.channels[1]}, {workload.size}x{workload.size}"
         cells = []
@@ -245,7 +250,13 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=25, help="timed runs of each contestant, after 3 for warm-up"
     )
-    parser.add_argument("--only", type=int, nargs="+", metavar="ID", help="these workloads only: 57 21 85 92")
+    parser.add_argument(
+        "--only",
+        type=int,
+        nargs="+",
+        metavar="ID",
+        help="only 57, 21, 85, 92, or 0: ConvGroupNormSiLU",
+    )
     parser.add_argument("--fma-gflops", type=float, help="the machine's FMA rate, instead of torch.mm's")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="without torch.compile")
     parser.add_argument(

@@ -1,6 +1,6 @@
-"""The four reference workloads: the modules at the sizes they are measured at, and their plain PyTorch models.
+"""The workloads: the modules at the sizes they are measured at, and their plain PyTorch models.
 
-They are the problems 57, 21, 85 and 92 of KernelBench's level 2, whose batch is 128.
+The four of reference are the problems 57, 21, 85 and 92 of KernelBench's level 2, whose batch is 128.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import nn as fused
 
-__all__ = ["SMALL_WORKLOADS", "WORKLOADS", "Plain", "Workload"]
+__all__ = ["OTHER_WORKLOADS", "SMALL_WORKLOADS", "WORKLOADS", "Plain", "Workload"]
 
 Steps = Callable[[Any, Tensor], Tensor]  # the parts of a model and the conv's output to the model's output
 
@@ -88,6 +88,10 @@ def _group_norm_scale_max_pool_clamp(m: Any, v: Tensor) -> Tensor:
     )
 
 
+def _group_norm_silu(m: Any, v: Tensor) -> Tensor:
+    return F.silu(m.group_norm(v))
+
+
 def _group_norm_tanh_hardswish_logsumexp(m: Any, v: Tensor) -> Tensor:
     return torch.logsumexp(v + F.hardswish(torch.tanh(m.group_norm(v))), dim=1, keepdim=True)
 
@@ -122,6 +126,11 @@ WORKLOADS = (
         size=128,
         arguments={"groups": 16},
     ),
+)
+
+# No problem of KernelBench, so that the number is ours.
+OTHER_WORKLOADS = (
+    Workload(0, fused.ConvGroupNormSiLU, _group_norm_silu, size=128, arguments={"num_groups": 16}),
 )
 
 _SMALL_ARGUMENTS: Mapping[int, Mapping[str, Any]] = {
