@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedconv
 from chains_table import CONV_ROWS, Row, draw_own, generator, module_input, modules, randn
@@ -107,6 +108,15 @@ def test_a_compiled_graph_is_guarded_on_the_setting(row: Row) -> None:
     assert "ieee" in seen
     assert "tf32" in seen
     assert len(seen) == 3
+
+
+@rows
+def test_a_graph_of_a_lower_tracer_holds_the_setting(row: Row) -> None:
+    """make_fx records what the dispatcher sees; its backward, too, must use what forward used."""
+    with fusedconv.float32_precision("ieee"):
+        graph = make_fx(modules(row)[0])(module_input()).graph
+    found = [node.kwargs.get("precision") for node in graph.nodes if row.chain in str(node.target)]
+    assert found == ["ieee"]
 
 
 def test_show_config() -> None:

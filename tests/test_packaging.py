@@ -183,6 +183,13 @@ def test_wrong_pointers_for_the_extension() -> None:
             launch.on_cpu(pointers, 0, 1)
 
 
+@pytest.mark.parametrize("chain", ["relu_hardswish", "group_norm_silu"])
+def test_empty_launch_of_the_extension(chain: str) -> None:
+    numbers = (1, 1e-5, (1, 1), 0.0, 1.0)
+    form = (_C.FLOAT32, [0, 1, 1, 1], [1, 1, 1, 1])
+    _C.Launch(chain, ["input"], form, None, numbers, form).on_cpu([1], 1, 2)
+
+
 def test_row_31_a_machine_without_a_gpu_is_told_in_words() -> None:
     """With or without CUDA code in the build: a reason and no crash, and the CPU works."""
     code = """

@@ -58,10 +58,6 @@ struct Chain {
   }
 };
 
-FUSEDCONV_INLINE int64_t element_count(const Tensor& tensor) {
-  return tensor.size[0] * tensor.size[1] * tensor.size[2] * tensor.size[3];
-}
-
 template <class T>
 FUSEDCONV_INLINE Channel<T> make_channel(const Arguments& arguments, int64_t c) {
   Channel<T> channel{};

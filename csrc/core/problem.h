@@ -1,7 +1,9 @@
-// The plain structs that cross from Python to the kernels: pointers, sizes, strides. No behaviour.
+// The plain structs that cross from Python to the kernels: pointers, sizes, strides.
 #pragma once
 
 #include <cstdint>
+
+#include "inline.h"
 
 namespace fusedconv {
 
@@ -14,6 +16,10 @@ struct Tensor {
   int64_t size[4];
   int64_t stride[4];
 };
+
+FUSEDCONV_INLINE int64_t element_count(const Tensor& tensor) {
+  return tensor.size[0] * tensor.size[1] * tensor.size[2] * tensor.size[3];
+}
 
 // A Conv2d with one group. weight is (C_out, C_in, KH, KW); bias has C_out elements or is null.
 struct Conv {

@@ -7,8 +7,4 @@
 #error "define FUSEDCONV_TARGET: the namespace of the instruction set that this file is compiled for"
 #endif
 
-#ifdef __CUDACC__
-#define FUSEDCONV_INLINE __host__ __device__ __forceinline__
-#else
-#define FUSEDCONV_INLINE inline __attribute__((always_inline))
-#endif
+#include "inline.h"

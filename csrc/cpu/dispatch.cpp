@@ -82,9 +82,10 @@ Kernel find_on_cpu(const std::string& chain) {
 
 void run_on_cpu(Kernel kernel, const Problem& problem, int threads) {
   const Tensor& output = problem.output;
-  const bool is_dense = output.stride[0] == output.size[1] * output.size[2] * output.size[3];
+  const int64_t elements = element_count(output);
+  if (elements == 0) return;
+  const bool is_dense = output.size[0] * output.stride[0] == elements;
   if (is_dense) {
-    const int64_t elements = output.size[0] * output.stride[0];
     advise_huge_pages(output.data, size_t(elements) * (output.dtype == DType::kFloat64   ? 8
                                                        : output.dtype == DType::kFloat32 ? 4
                                                                                          : 2));

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "../core/problem.h"
+#include "kernel.h"
 
 namespace fusedconv {
 
@@ -12,8 +12,6 @@ namespace fusedconv {
 std::string cpu_isa();
 // All levels that can run here, best last.
 std::vector<std::string> cpu_isas();
-
-using Kernel = void (*)(const Problem& problem, int threads);
 
 // A chain's kernel at the level in use. Throws std::invalid_argument for a name that no chain has.
 Kernel find_on_cpu(const std::string& chain);

@@ -2,12 +2,10 @@
 #pragma once
 
 #include "../core/chain_list.h"
-#include "../core/problem.h"
 #include "../core/target.h"
+#include "kernel.h"
 
 namespace fusedconv {
-
-using Kernel = void (*)(const Problem& problem, int threads);
 
 inline namespace FUSEDCONV_TARGET {
 

@@ -169,7 +169,7 @@ class Schedule {
       if (!keeps_) fill(part, part_tile, scratch);
       put(part, part_tile, unit.parameters + c, scratch);
     });
-    if (streams_) stream_fence();
+    if (streams_) stream_fence();  // only runs are streamed, and they go by parts
   }
 
   void put(const Place& part, const Tile<T>& tile, const Channel<T>* parameters, T* scratch) const {

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from ._conv import GEOMETRY, OWN, TENSORS, convolution, convolution_backward
 from ._launch import Launcher, Run, compute_dtype
 from .chains import CHAINS, CHECKS, Chain, Shape, check_conv, check_image, check_output_dtype
-from .config import check_precision, get_float32_precision
+from .config import check_precision, get_float32_precision, is_traced
 
 LIBRARY: Any = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
 
@@ -140,7 +140,7 @@ class Operator:
             return self.below_autograd(keyset, *given, **options)
         if tangent or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
-        if options.get("precision") is None and not _is_traced():
+        if options.get("precision") is None and not is_traced():
             options["precision"] = get_float32_precision()  # backward uses what forward used
         output: Tensor = _record(self, keyset, options, given, *tensors)
         return output
@@ -444,11 +444,6 @@ def _returns(results: Sequence[Any]) -> Any:
 def _tuple(results: Any) -> tuple[Any, ...]:
     """The reverse."""
     return results if isinstance(results, tuple) else (results,)
-
-
-def _is_traced() -> bool:
-    """Whether a compiler records this call, in whose graph the present setting would be frozen."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _needs_gradient(tensors: Sequence[Tensor | None]) -> bool:

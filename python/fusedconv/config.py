@@ -44,10 +44,15 @@ def get_float32_precision() -> str:
     return _precision
 
 
+def is_traced() -> bool:
+    """Whether a tracer stands below the dispatcher and records the operators that it meets."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def precision_to_record() -> str | None:
     """What a function or a module passes to its operator: while a compiler records the call, the setting, on which the
     graph is guarded then. None otherwise: the operator reads the setting in less time than passing it takes."""
-    return _precision if torch.compiler.is_compiling() else None
+    return _precision if torch.compiler.is_compiling() or is_traced() else None
 
 
 class float32_precision:  # noqa: N801 (used like a function)
