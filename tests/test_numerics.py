@@ -178,6 +178,19 @@ def test_row_8_large_mean_and_small_deviation(row: Row, layout: torch.memory_for
     assert_close(y, reference, eager, BOUNDS[torch.float32], row.chain)
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if row.has_norm], ids=lambda row: row.chain)
+def test_row_8_first_rows_unlike_the_rest(row: Row) -> None:
+    """The statistics take a shift from the first rows: they may lie anywhere."""
+    gen = generator(row.chain, "first rows")
+    far = torch.zeros(40, 1)
+    far[:3] = 1
+    gradient = torch.linspace(-1, 1, 40).view(40, 1)
+    for size in (1e-2, 1.0, 30.0):
+        for shape in (far, 1 - far, gradient):
+            v = 0.1 * randn(gen, 2, 8, 40, 50) + size * shape
+            check_chain(row, v, draw_own(row, 8, gen, groups=4))
+
+
 def test_row_8_deviation_after_a_group_norm_of_mean_100() -> None:
     """Mean 100 and deviation 0.01 must give 0.95. A pool of one and no clamp show the norm itself."""
     v = 100 + 0.01 * randn(generator("0.95"), 2, 4, 64, 64)

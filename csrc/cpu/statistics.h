@@ -53,25 +53,28 @@ FUSEDCONV_INLINE void for_each_vector(const T* plane, int64_t pitch, int64_t row
 // So many pixels are summed in the compute type; sums of more are put together in double.
 constexpr int64_t kSumPixels = 2048;
 
-// The moments of stage(x) for few pixels. The mean first, then the deviations from it; their own sum corrects
-// the rounding of the mean. The tile is in the cache, so that the second pass costs little.
+// The moments of stage(x) for few pixels, by their deviations from a shift, which is the mean of some of
+// their rows. Shifted back, the sum of squares loses few digits: if those rows are a share p of all, the
+// variance is at least p times the square of the distance between shift and mean.
 template <class T, class Stage>
 Moments moments_of_few(const T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
+  constexpr int64_t kShare = 8;
+  const int64_t some_rows = ceil_div(rows, kShare);
   const double count = double(rows) * double(cols);
   const Vector<T> zero{};
   Vector<T> sum[kSums]{};
-  for_each_vector(plane, pitch, rows, cols,
+  for_each_vector(plane, pitch, some_rows, cols,
                   [&](Vector<T> x, auto mask, int i) { sum[i] += select(mask, stage(x), zero); });
-  const T mean = T(sum_of_lanes(total<T>(sum)) / count);
+  const T shift = T(sum_of_lanes(total<T>(sum)) / (double(some_rows) * double(cols)));
   Vector<T> deviation[kSums]{};
   Vector<T> square[kSums]{};
   for_each_vector(plane, pitch, rows, cols, [&](Vector<T> x, auto mask, int i) {
-    const Vector<T> d = select(mask, stage(x) - mean, zero);
+    const Vector<T> d = select(mask, stage(x) - shift, zero);
     deviation[i] += d;
     square[i] += d * d;
   });
-  const double residual = sum_of_lanes(total<T>(deviation)) / count;
-  return {count, double(mean) + residual, sum_of_lanes(total<T>(square)) - residual * residual * count};
+  const double distance = sum_of_lanes(total<T>(deviation)) / count;
+  return {count, double(shift) + distance, sum_of_lanes(total<T>(square)) - distance * distance * count};
 }
 
 // The same for any number of pixels.

@@ -243,15 +243,15 @@ FUSEDCONV_INLINE X exp(X x) {
   return (e.fraction + typename F::Element(1)) * e.scale;
 }
 
-// Zero below -kMostSigmoid, where exp(-x) has no reciprocal.
+// Zero below -kMostSigmoid, where exp(-x) has no reciprocal, whatever it comes to.
 template <class X>
 FUSEDCONV_INLINE X sigmoid(X x) {
   using F = ElementOf<X>;
   using T = typename F::Element;
-  const X least = X{} - F::kMostSigmoid;
-  const Exponential<X> e = split_exponential(-limit(x, least, -least));
+  const X most = X{} + F::kMostSigmoid;
+  const Exponential<X> e = split_exponential(-smaller_or_second(most, x));
   const X y = reciprocal(T(1) + (e.fraction + T(1)) * e.scale);
-  return select(x < least, X{}, y);
+  return select(x < -most, X{}, y);
 }
 
 // (e - 1) / (e + 1) with e = exp(2x); e - 1 without cancellation at small x.
