@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--rounds", type=int, default=25, help="timed runs of each contestant, after 3 for warm-up"
+        "--rounds", type=int, default=51, help="timed runs of each contestant, after 3 for warm-up"
     )
     parser.add_argument(
         "--only",

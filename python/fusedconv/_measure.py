@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import platform
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -64,16 +65,16 @@ def interleaved(
 ) -> Iterator[dict[str, float]]:
     """Yields one dictionary of seconds a round, in which every call runs once; warm-up rounds yield nothing.
 
-    The calls take turns, each round starting with another one, so that a change of the machine's speed meets all
-    of them. A large buffer is written before each call, so that none finds its data in a cache.
+    The calls take turns, in another random order each round, so that a change of the machine's speed meets all of
+    them, and none always follows one whose threads are still awake. A large buffer is written before each call, so
+    that none finds its data in a cache.
     """
     seconds = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    names = list(calls)
+    order = random.Random(0)
     for index in range(warmup + rounds):
-        first = index % len(names)
         times = {}
-        for name in names[first:] + names[:first]:
+        for name in order.sample(list(calls), len(calls)):
             _flush(buffer, index)
             times[name] = seconds(calls[name], device)
         if index >= warmup:
