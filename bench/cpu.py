@@ -1,6 +1,7 @@
 """Speed on the CPU: ``python bench/cpu.py`` prints the table and writes the raw numbers into bench/results/.
 
-Contestants run in turns in one process, with caches flushed before each run; a time is the median of the rounds.
+Contestants run in turns in one process, in random order, with caches flushed and freed memory given back before each
+run; a time is the median of the rounds.
 They are the fused module, eager PyTorch, torch.compile (default and max-autotune) and, where they are installed,
 ONNX Runtime (with onnx and onnxscript) and OpenVINO, each of PyTorch's in NCHW and in channels_last. Every
 contestant's output is checked against float64. ``--sizes`` compares with eager over batches and the small sizes.
@@ -111,10 +112,10 @@ def reference(workload: Workload, batch: int) -> Tensor:
     return output
 
 
-def medians(calls: dict[str, Contestant], rounds: int) -> dict[str, dict[str, Any]]:
+def medians(calls: dict[str, Contestant], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Median, fastest and all times in milliseconds, by contestant."""
     untyped: dict[str, Call] = dict(calls)
-    runs = list(interleaved(untyped, rounds, warmup=3, device=CPU))
+    runs = list(interleaved(untyped, options.rounds, 3, CPU, cold_memory=options.cold_memory))
     times = {name: [round(1e3 * run[name], 4) for run in runs] for name in calls}
     return {
         name: {"ms": statistics.median(all_ms), "min_ms": min(all_ms), "all_ms": all_ms}
@@ -174,7 +175,7 @@ def speed_table(options: argparse.Namespace) -> dict[str, Any]:
         calls = contestants(workload, options.batch, options)
         errors = {name: relative_error(call(), expected) for name, call in calls.items()}
         del expected
-        result = medians(calls, options.rounds)
+        result = medians(calls, options)
         floor_ms = workload.operations(options.batch) / gflops / 1e6
         for name, error in errors.items():
             result[name]["error"] = error
@@ -225,7 +226,7 @@ def size_table(options: argparse.Namespace) -> dict[str, Any]:
             plain = workload.plain(fused)
             calls = {"fused": bind(fused, input), "eager": bind(plain, input)}
             calls["eager, channels_last"] = bind(*channels_last(plain, input))
-            result = medians(calls, options.rounds)
+            result = medians(calls, options)
             ratio = best(result, "eager") / result["fused"]["ms"]
             raw[f"{workload.id}, {shape}, batch {batch}"] = {"ratio": ratio, "contestants": result}
             cells.append(f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}[/]")
@@ -262,13 +263,25 @@ def main() -> None:
     parser.add_argument(
         "--no-peers", dest="peers", action="store_false", help="without ONNX Runtime and OpenVINO"
     )
+    parser.add_argument(
+        "--keep-memory",
+        dest="cold_memory",
+        action="store_false",
+        help="let calls find pages that others freed",
+    )
     parser.add_argument("--output", type=Path, help="file for the raw numbers, in place of bench/results/...")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with torch.no_grad():
         raw = size_table(options) if options.sizes else speed_table(options)
     peers = {name: sys.modules[name].__version__ for name in PEERS if name in sys.modules}
-    raw = {"batch": options.batch, "rounds": options.rounds, **peers, **raw}
+    raw = {
+        "batch": options.batch,
+        "rounds": options.rounds,
+        "cold_memory": options.cold_memory,
+        **peers,
+        **raw,
+    }
     stdout.print(f"raw numbers: {save('cpu-sizes' if options.sizes else 'cpu', raw, options.output)}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import platform
@@ -53,6 +54,12 @@ def _cuda_seconds(call: Call, device: torch.device) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+def _give_back_memory() -> None:
+    """What earlier calls freed goes from the C library back to the system, where the C library can do that."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _flush(buffer: Tensor, index: int) -> None:
     if buffer.device.type == "cpu":  # by one thread: a pool's idle threads would spin on into the next call
         ctypes.memset(buffer.data_ptr(), index % 256, buffer.numel())
@@ -61,13 +68,14 @@ def _flush(buffer: Tensor, index: int) -> None:
 
 
 def interleaved(
-    calls: Mapping[str, Call], rounds: int, warmup: int, device: torch.device
+    calls: Mapping[str, Call], rounds: int, warmup: int, device: torch.device, cold_memory: bool = True
 ) -> Iterator[dict[str, float]]:
     """Yields one dictionary of seconds a round, in which every call runs once; warm-up rounds yield nothing.
 
     The calls take turns, in another random order each round, so that a change of the machine's speed meets all of
     them, and none always follows one whose threads are still awake. A large buffer is written before each call, so
-    that none finds its data in a cache.
+    that none finds its data in a cache. With ``cold_memory`` none finds, by chance, pages that another one left to
+    the CPU's allocator: large tensors cost several times as much without such pages as with them.
     """
     seconds = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -75,6 +83,8 @@ def interleaved(
     for index in range(warmup + rounds):
         times = {}
         for name in order.sample(list(calls), len(calls)):
+            if cold_memory:
+                _give_back_memory()
             _flush(buffer, index)
             times[name] = seconds(calls[name], device)
         if index >= warmup:
@@ -97,7 +107,7 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # give back what earlier calls freed: reusing it would not show
+        _give_back_memory()  # reusing it would not show
         Path("/proc/self/clear_refs").write_text("5")  # set the high-water mark to what is resident now
         before = _resident_high_water()
         result = call()
