@@ -222,8 +222,8 @@ FUSEDCONV_INLINE X limit(X x, X low, X high) {
   return larger_or_second(low, smaller_or_second(high, x));
 }
 
-// 1 / x for 1 <= x < 2^126, and NaN. An estimate of 14 bits and one step of Newton's take a third of a
-// division's time, and have 28 bits.
+// 1 / x for 1 <= x < 2^126, and NaN. AVX-512 has an estimate of 14 bits, which one step of Newton's makes 28
+// in a third of a division's time; elsewhere it is a division.
 FUSEDCONV_INLINE Vector<float> reciprocal(Vector<float> x) {
 #if defined(__AVX512F__)
   const Vector<float> estimate = (Vector<float>)_mm512_maskz_rcp14_ps(0xffff, (__m512)x);
