@@ -110,11 +110,12 @@ def test_a_compiled_graph_is_guarded_on_the_setting(row: Row) -> None:
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("pre_dispatch", [False, True])
 @rows
-def test_a_graph_of_a_lower_tracer_holds_the_setting(row: Row) -> None:
+def test_a_graph_of_a_lower_tracer_holds_the_setting(row: Row, pre_dispatch: bool) -> None:
     """make_fx records what the dispatcher sees; its backward, too, must use what forward used."""
     with fusedconv.float32_precision("ieee"):
-        graph = make_fx(modules(row)[0])(module_input()).graph
+        graph = make_fx(modules(row)[0], pre_dispatch=pre_dispatch)(module_input()).graph
     found = [node.kwargs.get("precision") for node in graph.nodes if row.chain in str(node.target)]
     assert found == ["ieee"]
 

@@ -53,9 +53,9 @@ FUSEDCONV_INLINE void for_each_vector(const T* plane, int64_t pitch, int64_t row
 // So many pixels are summed in the compute type; sums of more are put together in double.
 constexpr int64_t kSumPixels = 2048;
 
-// The moments of stage(x) for few pixels, by their deviations from a shift, which is the mean of some of
-// their rows. Shifted back, the sum of squares loses few digits: if those rows are a share p of all, the
-// variance is at least p times the square of the distance between shift and mean.
+// The moments of stage(x) for few pixels, by their deviations from a shift, which is the mean of an eighth of
+// their rows or more. So the variance is at least an eighth of the squared distance between shift and mean,
+// and the sum of squares before it is shifted back at most nine times what is left: few digits are lost.
 template <class T, class Stage>
 Moments moments_of_few(const T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
   constexpr int64_t kShare = 8;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import platform
@@ -54,10 +53,13 @@ def _cuda_seconds(call: Call, device: torch.device) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _give_back_memory() -> None:
-    """What earlier calls freed goes from the C library back to the system, where the C library can do that."""
-    with contextlib.suppress(OSError, AttributeError):
+def _give_back_memory() -> bool:
+    """What earlier calls freed goes from glibc's heap back to the system; False where there is no glibc."""
+    try:
         ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def _flush(buffer: Tensor, index: int) -> None:
@@ -74,8 +76,8 @@ def interleaved(
 
     The calls take turns, in another random order each round, so that a change of the machine's speed meets all of
     them, and none always follows one whose threads are still awake. A large buffer is written before each call, so
-    that none finds its data in a cache. With ``cold_memory`` none finds, by chance, pages that another one left to
-    the CPU's allocator: large tensors cost several times as much without such pages as with them.
+    that none finds its data in a cache. With ``cold_memory`` none finds, by chance, pages that another one left in
+    the C library's heap: large tensors cost several times as much without such pages as with them.
     """
     seconds = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -106,14 +108,15 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    if not _give_back_memory():  # reusing it would not show
+        return None
     try:
-        _give_back_memory()  # reusing it would not show
         Path("/proc/self/clear_refs").write_text("5")  # set the high-water mark to what is resident now
         before = _resident_high_water()
         result = call()
         peak = _resident_high_water()
         del result
-    except (OSError, AttributeError):
+    except OSError:
         return None
     return peak - before
 

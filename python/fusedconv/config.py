@@ -45,8 +45,12 @@ def get_float32_precision() -> str:
 
 
 def is_traced() -> bool:
-    """Whether a tracer stands below the dispatcher and records the operators that it meets."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    """Whether a tracer stands below autograd, or above it (pre-dispatch), and records the operators that it meets."""
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return (
+        torch._C._get_dispatch_mode(proxy) is not None
+        or torch._ops._get_dispatch_mode_pre_dispatch(proxy) is not None  # type: ignore[no-untyped-call]
+    )
 
 
 def precision_to_record() -> str | None:
