@@ -1,0 +1,14 @@
+// What plans need to know about a card.
+#pragma once
+
+namespace fusedconv {
+namespace cuda {
+
+struct Card {
+  int capability;       // 90 for compute capability 9.0
+  int multiprocessors;
+  int shared_bytes;     // of shared memory, at most, for one block
+};
+
+}  // namespace cuda
+}  // namespace fusedconv

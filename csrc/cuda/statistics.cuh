@@ -1,0 +1,98 @@
+// GroupNorm's statistics: moments of parts of a group become each channel's norm. No atomics, and one order of
+// combination for each number of parts: the same bits in every run and for every batch size.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../core/chain.h"
+#include "../core/moments.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// The moments of a part of a channel, in the compute type.
+template <class T>
+struct Part {
+  T count;
+  T mean;
+  T m2;  // sum of squared deviations from the mean
+};
+
+// GroupNorm of one channel of one sample: (x - mean) * scale + shift.
+template <class T>
+struct Norm {
+  T mean;
+  T scale;
+  T shift;
+};
+
+template <class T>
+__device__ void set_norm(Channel<T>& channel, const Norm<T>& norm) {
+  channel.mean = norm.mean;
+  channel.norm_scale = norm.scale;
+  channel.norm_shift = norm.shift;
+}
+
+constexpr int kWarpThreads = 32;
+constexpr int kNormThreads = 128;
+
+// Every lane gets the moments of all lanes, combined in the same tree.
+__device__ inline Moments combine_lanes(Moments moments) {
+#pragma unroll
+  for (int distance = 1; distance < kWarpThreads; distance *= 2) {
+    const Moments other{__shfl_xor_sync(~0u, moments.count, distance),
+                        __shfl_xor_sync(~0u, moments.mean, distance),
+                        __shfl_xor_sync(~0u, moments.m2, distance)};
+    const bool lower = (threadIdx.x & distance) == 0;
+    moments = lower ? combine(moments, other) : combine(other, moments);
+  }
+  return moments;
+}
+
+// A block for each group of each sample. parts is [N][C][parts_per_channel], norms is [N][C].
+template <class T>
+__global__ void __launch_bounds__(kNormThreads)
+    group_norm_statistics(const Part<T>* parts, int64_t parts_per_channel, int64_t channels, int64_t groups,
+                          int64_t group_channels, Arguments arguments, Norm<T>* norms) {
+  constexpr int kWarps = kNormThreads / kWarpThreads;
+  __shared__ Moments of_warp[kWarps];
+  const int64_t count = group_channels * parts_per_channel;
+  for (int64_t group = blockIdx.x; group < groups; group += gridDim.x) {
+    Moments moments{};
+    for (int64_t i = threadIdx.x; i < count; i += kNormThreads) {
+      const Part<T> part = parts[group * count + i];
+      moments = combine(moments, {double(part.count), double(part.mean), double(part.m2)});
+    }
+    moments = combine_lanes(moments);
+    if (threadIdx.x % kWarpThreads == 0) of_warp[threadIdx.x / kWarpThreads] = moments;
+    __syncthreads();
+    moments = of_warp[0];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) moments = combine(moments, of_warp[w]);
+    const double variance = moments.m2 / moments.count;
+    const double inverse_deviation = 1.0 / sqrt(variance + arguments.eps);
+    for (int64_t i = threadIdx.x; i < group_channels; i += kNormThreads) {
+      Channel<T> channel{};
+      const int64_t c = group * group_channels + i;  // counted through all samples
+      set_norm(channel, arguments, c % channels, moments.mean, inverse_deviation);
+      norms[c] = {channel.mean, channel.norm_scale, channel.norm_shift};
+    }
+    __syncthreads();
+  }
+}
+
+// Queues it for a tensor of N samples.
+template <class T>
+cudaError_t launch_statistics(const Part<T>* parts, int64_t parts_per_channel, int64_t samples,
+                              int64_t channels, const Arguments& arguments, Norm<T>* norms,
+                              cudaStream_t stream) {
+  constexpr int64_t kMostBlocks = 1 << 16;
+  const int64_t groups = samples * arguments.num_groups;
+  const int blocks = int(groups < kMostBlocks ? groups : kMostBlocks);
+  group_norm_statistics<T><<<blocks, kNormThreads, 0, stream>>>(
+      parts, parts_per_channel, channels, groups, channels / arguments.num_groups, arguments, norms);
+  return cudaGetLastError();
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
