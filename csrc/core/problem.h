@@ -28,6 +28,7 @@ struct Conv {
   int64_t stride[2];
   int64_t padding[2];
   int64_t dilation[2];
+  bool tf32;  // float32 products of TF32 precision will do
 };
 
 // What the stages after the conv take. Pointers are null where absent, else C contiguous elements of the

@@ -1,5 +1,5 @@
-// GroupNorm's statistics: moments of parts of a group become each channel's norm. No atomics, and one order of
-// combination for each number of parts: the same bits in every run and for every batch size.
+// GroupNorm's statistics: moments of parts of a group become each channel's norm. No atomics, and one order
+// of combination for each number of parts: the same bits in every run and for every batch size.
 #pragma once
 
 #include <cuda_runtime.h>

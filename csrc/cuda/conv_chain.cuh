@@ -1,0 +1,185 @@
+// A chain with its conv: from a plan to launches. Reads from top to bottom: which passes a chain takes, what
+// memory they need, and in which order they are queued.
+#pragma once
+
+#include "conv_passes.cuh"
+#include "conv_plan.h"
+#include "conv_weights.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+using cuda::Card;
+using cuda::ConvPlan;
+using cuda::ConvSource;
+
+template <class Chain>
+constexpr cuda::ChainTraits kChainTraits{Chain::kNeedsStatistics, Chain::Reduce::kPools,
+                                         Chain::Reduce::kReducesChannels};
+
+// The memory that passes hand on to each other; one allocation.
+struct Workspace {
+  size_t bytes = 0;
+
+  template <class T>
+  T* take(void* base, int64_t count) {
+    constexpr size_t kAlignment = 256;
+    T* at = reinterpret_cast<T*>(static_cast<uint8_t*>(base) + bytes);
+    bytes += (count * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    return at;
+  }
+};
+
+template <class Chain>
+struct ConvChain {
+  static constexpr bool kPools = Chain::Reduce::kPools;
+
+  static ConvPlan plan(const Problem& problem, const Card& card) {
+    return cuda::plan_conv(problem, kChainTraits<Chain>, card);
+  }
+
+  static size_t workspace(const Problem& problem, const ConvPlan& plan) {
+    return conv_problem(problem, plan, nullptr).second;
+  }
+
+  static cudaError_t launch(const Problem& problem, const ConvPlan& plan, void* workspace, const Card& card,
+                            cudaStream_t stream) {
+    const ConvProblem p = conv_problem(problem, plan, workspace).first;
+    cudaError_t status = cudaErrorInvalidValue;
+    visit_modes(problem, plan.source, [&](auto source, auto mode) {
+      status = launch_passes<decltype(source), decltype(mode)>(p, problem, card, stream);
+    });
+    return status;
+  }
+
+  // Loads the kernels onto the current device and lets them use all of its shared memory.
+  static cudaError_t load(const Card& card) {
+    cudaError_t status = cudaSuccess;
+    const auto allow = [&](const void* kernel) {
+      if (status == cudaSuccess)
+        status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, card.shared_bytes);
+    };
+    const auto load_mode = [&](auto source, auto mode) {
+      using S = decltype(source);
+      using Mode = decltype(mode);
+      cudaFuncAttributes attributes;
+      if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, pack_conv_weights<Mode>);
+      if constexpr (kPools) {
+        allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, PoolPass<Chain>>));
+      } else {
+        if constexpr (Chain::kNeedsStatistics)
+          allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, MomentsPass<typename Chain::Pre>>));
+        allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, LastPass<Mode>>));
+      }
+    };
+    const auto load_source = [&](auto source) {
+      load_mode(source, Float32Ieee{});
+      load_mode(source, Float32Tf32{});
+      load_mode(source, BFloat16{});
+      load_mode(source, Float16{});
+    };
+    load_source(Sm80{});
+    load_source(Sm90a{});
+    if (status == cudaSuccess && Chain::kNeedsStatistics) {
+      cudaFuncAttributes attributes;
+      status = cudaFuncGetAttributes(&attributes, group_norm_statistics<float>);
+    }
+    return status;
+  }
+
+ private:
+  template <class Mode>
+  using LastPass =
+      std::conditional_t<Chain::Reduce::kReducesChannels, LogSumExpPass<Chain, Mode>, StorePass<Chain, Mode>>;
+
+  static std::pair<ConvProblem, size_t> conv_problem(const Problem& problem, const ConvPlan& plan,
+                                                     void* base) {
+    const ConvTiling& t = plan.tiling;
+    ConvProblem p{problem.input,
+                  problem.conv->weight,
+                  problem.output,
+                  static_cast<const float*>(problem.conv->bias),
+                  problem.arguments,
+                  t,
+                  int(problem.input.size[0]),
+                  nullptr,
+                  nullptr,
+                  nullptr,
+                  nullptr,
+                  nullptr};
+    p.tiling.reads_vectors &= reinterpret_cast<uintptr_t>(problem.input.data) % kUnitBytes == 0;
+    Workspace workspace;
+    const int64_t channels = int64_t(p.samples) * t.out_channels;
+    const int64_t packed_bytes = int64_t(2) * t.weights_bytes * t.chunks * t.row_blocks;
+    p.packed = workspace.take<uint4>(base, packed_bytes / kUnitBytes);
+    p.exponents = workspace.take<int>(base, t.row_blocks * kRows);
+    if (Chain::kNeedsStatistics) {
+      p.parts = workspace.take<Part<float>>(base, channels * parts_per_channel(t));
+      p.norms = workspace.take<Norm<float>>(base, channels);
+    }
+    if (kPools)
+      p.pooled = workspace.take<float>(base, channels * problem.output.size[2] * problem.output.size[3]);
+    return {p, workspace.bytes};
+  }
+
+  template <class Visit>
+  static void visit_modes(const Problem& problem, ConvSource source, const Visit& visit) {
+    const auto with_source = [&](auto source) {
+      switch (problem.input.dtype) {
+        case DType::kFloat32:
+          return problem.conv->tf32 ? visit(source, Float32Tf32{}) : visit(source, Float32Ieee{});
+        case DType::kBFloat16:
+          return visit(source, BFloat16{});
+        case DType::kFloat16:
+          return visit(source, Float16{});
+        default:
+          return;
+      }
+    };
+    source == ConvSource::kSm90a ? with_source(Sm90a{}) : with_source(Sm80{});
+  }
+
+  template <class S, class Mode>
+  static cudaError_t launch_passes(const ConvProblem& p, const Problem& problem, const Card& card,
+                                   cudaStream_t stream) {
+    pack_conv_weights<Mode><<<p.tiling.row_blocks * kRows, kWarpThreads, 0, stream>>>(p);
+    if (const cudaError_t status = cudaGetLastError()) return status;
+    if constexpr (kPools) {
+      if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain>>(p, card, stream)) return status;
+      if (const cudaError_t status = launch_norms(p, stream)) return status;
+      const Tensor& output = problem.output;
+      const int64_t* size = output.size;
+      const Tensor pooled{p.pooled,
+                          DType::kFloat32,
+                          {size[0], size[1], size[2], size[3]},
+                          {size[1] * size[2] * size[3], size[2] * size[3], size[3], 1}};
+      return launch_pointwise<Chain, float>(pooled, output, p.norms, p.arguments, stream);
+    } else {
+      if constexpr (Chain::kNeedsStatistics) {
+        using Moments = MomentsPass<typename Chain::Pre>;
+        if (const cudaError_t status = launch_pass<S, Mode, Moments>(p, card, stream)) return status;
+        if (const cudaError_t status = launch_norms(p, stream)) return status;
+      }
+      return launch_pass<S, Mode, LastPass<Mode>>(p, card, stream);
+    }
+  }
+
+  static cudaError_t launch_norms(const ConvProblem& p, cudaStream_t stream) {
+    return launch_statistics<float>(p.parts, parts_per_channel(p.tiling), p.samples, p.tiling.out_channels,
+                                    p.arguments, p.norms, stream);
+  }
+
+  // Persistent blocks, one a multiprocessor.
+  template <class S, class Mode, class Pass>
+  static cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t stream) {
+    const ConvTiling& t = p.tiling;
+    const int row_blocks_apart = Pass::kAllRowBlocks ? 1 : t.row_blocks;
+    const int items = p.samples * t.bands * t.tiles_across * row_blocks_apart;
+    const int blocks = items < card.multiprocessors ? items : card.multiprocessors;
+    conv_kernel<S, Mode, Pass><<<blocks, kConvThreads, t.shared_bytes, stream>>>(p, items, row_blocks_apart);
+    return cudaGetLastError();
+  }
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,358 @@
+// The skeleton of every kernel with a conv: one group of warps fills stages of shared memory, two groups take
+// turns to multiply them and to finish the tiles, so that loads, products and what a pass does with a tile
+// overlap. What becomes of a tile is the pass's: it stores, reduces or measures (conv_passes.cuh).
+#pragma once
+
+#include "conv_fill.cuh"
+#include "conv_products.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// One sub-tile of an item of work and the channels of one block of rows. All sizes are those inside of the
+// map.
+struct Tile {
+  int64_t sample;
+  int part;  // counted in the sample, for each row of the stack `stack` parts
+  int row_block;
+  int row, col;  // of the output
+  int rows, cols;
+  int sub_tile;
+};
+
+// An item: a band of rows and columns of one sample, with one block of rows, or with all of them.
+struct Item {
+  int64_t sample;
+  int row_block;
+  int band, across;
+};
+
+__device__ inline Item item_at(const ConvTiling& t, int index, int row_blocks_apart) {
+  Item item;
+  item.row_block = index % row_blocks_apart;
+  index /= row_blocks_apart;
+  item.across = index % t.tiles_across;
+  index /= t.tiles_across;
+  item.band = index % t.bands;
+  item.sample = index / t.bands;
+  return item;
+}
+
+__device__ inline Tile tile_at(const ConvTiling& t, const Item& item, int row_block, int sub_tile) {
+  Tile tile;
+  tile.sample = item.sample;
+  tile.row_block = row_block;
+  tile.sub_tile = sub_tile;
+  tile.part = (item.band * t.tiles_across + item.across) * t.sub_tiles + sub_tile;
+  tile.row = item.band * t.band_rows + sub_tile * t.tile_rows;
+  tile.col = item.across * t.tile_cols;
+  const int band_end = min(t.out_size[0], (item.band + 1) * t.band_rows);
+  tile.rows = max(0, min(t.tile_rows, band_end - tile.row));
+  tile.cols = min(t.tile_cols, t.out_size[1] - tile.col);
+  return tile;
+}
+
+// Calls visit(tile) for the tiles of an item in the order in which stages are filled and used.
+template <bool kAllRowBlocks, class Visit>
+__device__ void for_each_tile(const ConvTiling& t, const Item& item, const Visit& visit) {
+  const int row_blocks = kAllRowBlocks ? t.row_blocks : 1;
+  for (int b = 0; b < row_blocks; ++b) {
+    for (int s = 0; s < t.sub_tiles; ++s) visit(tile_at(t, item, kAllRowBlocks ? b : item.row_block, s));
+  }
+}
+
+// What a thread knows of the two rows of accumulators that it holds.
+struct ThreadRows {
+  int channel[2];  // of the output; beyond the last where the row is not used
+  int stacked[2];  // which of the stacked rows of the output
+
+  __device__ ThreadRows(const ConvTiling& t, int row_block) {
+    const int row = threadIdx.x % kGroupThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      stacked[i] = (row + 8 * i) / t.stack_channels;
+      channel[i] = row_block * kRows + (row + 8 * i) % t.stack_channels;
+    }
+  }
+};
+
+// Calls visit(i, row, col) for each pair of neighbouring columns that a thread holds: accumulators i and i +
+// 1 of its first row, i + 2 and i + 3 of its second; row counts rows of shared memory, of `stack` rows of the
+// output each.
+template <int kColumns, class Visit>
+__device__ void for_each_pair(const ConvTiling& t, const Visit& visit) {
+  int row = 0;
+  int col = threadIdx.x % 4 * 2;
+  asm volatile("" : "+r"(col));  // what an earlier loop found about all pairs would fill the registers
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i += 4) {
+    visit(i, row, col);
+    col += 8;  // a pitch is 8 at the least
+    if (col >= t.pitch) {
+      col -= t.pitch;
+      ++row;
+    }
+  }
+}
+
+// The conv at one pixel in plain arithmetic, where infinities and NaN mean what they mean in PyTorch.
+template <class In>
+__device__ float conv_at(const ConvProblem& p, int64_t sample, int channel, int row, int col) {
+  const ConvTiling& t = p.tiling;
+  float sum = 0;
+  const In* input = static_cast<const In*>(p.input.data) + sample * p.input.stride[0];
+  const In* weight = static_cast<const In*>(p.weight.data) + channel * p.weight.stride[0];
+  for (int kh = 0; kh < t.kernel[0]; ++kh) {
+    const int h = row - t.padding[0] + kh * t.dilation[0];
+    if (unsigned(h) >= unsigned(t.in_size[0])) continue;
+    for (int kw = 0; kw < t.kernel[1]; ++kw) {
+      const int w = col - t.padding[1] + kw * t.dilation[1];
+      if (unsigned(w) >= unsigned(t.in_size[1])) continue;
+      const In* x = input + h * p.input.stride[2] + w * p.input.stride[3];
+      const In* k = weight + kh * p.weight.stride[2] + kw * p.weight.stride[3];
+      for (int c = 0; c < t.in_channels; ++c) {
+        sum = fmaf(static_cast<float>(x[c * p.input.stride[1]]),
+                   static_cast<float>(k[c * p.weight.stride[1]]), sum);
+      }
+    }
+  }
+  return sum;
+}
+
+__device__ inline float conv_bias_of(const ConvProblem& p, int channel) {
+  return p.conv_bias != nullptr && channel < p.tiling.out_channels ? p.conv_bias[channel] : 0.0f;
+}
+
+// Puts conv_at in place of a thread's accumulators, by way of memory, as registers have no index.
+template <class Mode, int kColumns>
+__device__ void recompute(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
+                          float (&d)[kColumns / 2], float* staging) {
+  const ConvTiling& t = p.tiling;
+  float* own = staging + threadIdx.x % kGroupThreads;
+  for (int i = 0; i < kColumns / 2; ++i) {
+    const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+    const int channel = i / 2 % 2 == 0 ? rows.channel[0] : rows.channel[1];
+    const int row = column / t.pitch * t.stack + (i / 2 % 2 == 0 ? rows.stacked[0] : rows.stacked[1]);
+    const int col = column % t.pitch;
+    if (row < tile.rows && col < tile.cols && channel < t.out_channels) {
+      own[i * kGroupThreads] =
+          conv_at<typename Mode::In>(p, tile.sample, channel, tile.row + row, tile.col + col) +
+          conv_bias_of(p, channel);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) d[i] = own[i * kGroupThreads];
+}
+
+template <int kCount>
+__device__ void multiply_all(float (&d)[kCount], float factor) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) d[i] *= factor;
+}
+
+// From accumulators to the conv's output: undoes the scales, adds the bias.
+template <class Mode, int kCount>
+__device__ void unscale(float (&d)[kCount], const ConvProblem& p, const ThreadRows& rows, int exponent) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const int channel = rows.channel[k];
+    const float bias = conv_bias_of(p, channel);
+    int power = 0;
+    if constexpr (Mode::kScales) power = -(exponent + p.exponents[channel]);
+    const int within = min(max(power, -kMostExponent), kMostExponent);
+    const float factor = power_of_two(within);
+    if (power != within) {  // 2^power itself is no float
+      const float rest = power_of_two(power - within);
+#pragma unroll
+      for (int i = 2 * k; i < kCount; i += 4) {
+        d[i] *= rest;
+        d[i + 1] *= rest;
+      }
+    }
+#pragma unroll
+    for (int i = 2 * k; i < kCount; i += 4) {
+      d[i] = fmaf(d[i], factor, bias);
+      d[i + 1] = fmaf(d[i + 1], factor, bias);
+    }
+  }
+}
+
+// The same in all threads of a warp, and known to be: wgmma must not stand where threads could part.
+__device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+__device__ inline int group_of_thread() { return uniform(threadIdx.x / kGroupThreads); }
+
+// Shared memory, from the start: barriers and what goes with a stage, the table of steps, weights, pixels,
+// staging and carry of each group of consumers.
+struct SharedHead {
+  uint64_t full[cuda::kMostStages];
+  uint64_t empty[cuda::kMostStages];
+  int exponent[cuda::kMostStages];
+  unsigned magnitude[kGroupThreads / kWarpThreads];
+};
+
+struct SharedLayout {
+  SharedHead* head;
+  uint32_t* table;
+  uint8_t* weights;
+  uint8_t* pixels;
+  uint8_t* staging;
+  uint8_t* carry;
+};
+
+template <class Mode>
+__device__ SharedLayout shared_layout(const ConvTiling& t, uint8_t* shared) {
+  SharedLayout s;
+  s.head = reinterpret_cast<SharedHead*>(shared);
+  s.table = reinterpret_cast<uint32_t*>(shared + sizeof(SharedHead));
+  s.weights = shared + cuda::kSharedHeadBytes;
+  s.pixels = s.weights + Mode::kParts * t.weights_bytes * (t.weights_stay ? 1 : t.stages);
+  s.staging = s.pixels + Mode::kParts * t.pixels_bytes * t.stages;
+  s.carry = s.staging + kConsumers * t.staging_bytes;
+  return s;
+}
+
+// Each entry is a step: see Operands. The last half step may have zeros for weights: it may read any pixels.
+__device__ inline void fill_table(const ConvTiling& t, uint32_t* table) {
+  const auto offset = [&](int half_step) {
+    const int units_per_block = t.tap_rows * t.tap_groups;
+    const int last = t.blocks_per_chunk * units_per_block - 1;
+    half_step = min(half_step, last);
+    const int tap = half_step % units_per_block;
+    return uint32_t(half_step / units_per_block * t.plane +
+                    row_slot(t, t.tap_row[tap / t.tap_groups]) * t.pitch +
+                    tap % t.tap_groups * t.unit_taps * t.dilation[1]);
+  };
+  for (int s = threadIdx.x; s < t.half_steps / 2; s += kConvThreads) {
+    const uint32_t first = offset(2 * s);
+    table[s] = first | (offset(2 * s + 1) - first) << 16;
+  }
+}
+
+// Where a role is in the ring of stages. Both roles go through all stages in the same order.
+struct Ring {
+  int stages;
+  int stage = 0;
+  uint32_t round = 0;
+
+  __device__ explicit Ring(int count) : stages(count) {}
+  __device__ void next() {
+    if (++stage == stages) {
+      stage = 0;
+      ++round;
+    }
+  }
+};
+
+template <class Mode, class Pass>
+__device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int items, int row_blocks_apart) {
+  const ConvTiling& t = p.tiling;
+  constexpr int kBarrier = kConsumers + 1;
+  const int parts = Mode::kParts;
+  Ring ring(t.stages);
+  bool has_weights = false;
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    for_each_tile<Pass::kAllRowBlocks>(t, item_at(t, index, row_blocks_apart), [&](const Tile& tile) {
+      const void* sample =
+          static_cast<const typename Mode::In*>(p.input.data) + tile.sample * p.input.stride[0];
+      int exponent = kMostExponent;
+      for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next()) {
+        const Source from{sample, tile.row - t.padding[0], tile.col - t.padding[1],
+                          chunk * t.blocks_per_chunk};
+        const auto before_store = [&] {
+          wait(&s.head->empty[ring.stage], (ring.round & 1) ^ 1);
+          if (t.weights_stay && has_weights) return;
+          fill_weights<Mode>(p, tile.row_block, chunk,
+                             s.weights + (t.weights_stay ? 0 : ring.stage) * parts * t.weights_bytes);
+          has_weights = true;
+        };
+        const int found = fill_pixels<Mode>(p, from, s.pixels + ring.stage * parts * t.pixels_bytes, exponent,
+                                            kBarrier, s.head->magnitude, before_store);
+        if (found != kNonFinite) exponent = found;
+        if (filler() == 0) s.head->exponent[ring.stage] = found;
+        fence_async_proxy();
+        sync_threads(kBarrier, kGroupThreads);  // also: all have read head->magnitude
+        if (filler() == 0) arrive(&s.head->full[ring.stage]);
+      }
+    });
+  }
+}
+
+template <class SourceOfTiles, class Mode, class Pass>
+__device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int items, int row_blocks_apart) {
+  constexpr int kColumns = SourceOfTiles::kColumns;
+  const ConvTiling& t = p.tiling;
+  const int group = group_of_thread();
+  uint8_t* staging = s.staging + group * t.staging_bytes;
+  Pass pass(p, staging, s.carry + group * t.carry_bytes, group + 1);
+  Ring ring(t.stages);
+  int turn = 0;
+  for (int index = blockIdx.x; index < items; index += gridDim.x, turn ^= 1) {
+    const bool mine = turn == group;
+    const Item item = item_at(t, index, row_blocks_apart);
+    for_each_tile<Pass::kAllRowBlocks>(t, item, [&](const Tile& tile) {
+      if (!mine) {
+        for (int chunk = 0; chunk < t.chunks; ++chunk) ring.next();
+        return;
+      }
+      const ThreadRows rows(t, tile.row_block);
+      pass.prepare(tile, rows);
+      float d[kColumns / 2];
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) d[i] = 0;
+      int exponent = kMostExponent;
+      bool finite = p.exponents[rows.channel[0]] != kNonFinite && p.exponents[rows.channel[1]] != kNonFinite;
+      for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next()) {
+        wait(&s.head->full[ring.stage], ring.round & 1);
+        const int found = uniform(s.head->exponent[ring.stage]);
+        finite &= found != kNonFinite;
+        if (chunk > 0 && found < exponent)
+          multiply_all(d, power_of_two(max(found - exponent, -kMostExponent)));
+        if (found != kNonFinite) exponent = found;
+        SourceOfTiles::template add<Mode>(
+            d,
+            {shared_address(s.weights) + (t.weights_stay ? 0 : ring.stage) * Mode::kParts * t.weights_bytes,
+             shared_address(s.pixels) + ring.stage * Mode::kParts * t.pixels_bytes, uint32_t(t.weights_bytes),
+             uint32_t(t.pixels_bytes), s.table, t.half_steps / 2},
+            chunk == 0);
+        __syncwarp();
+        if (threadIdx.x % kWarpThreads == 0) arrive(&s.head->empty[ring.stage]);
+      }
+      pass.before_staging();
+      if (finite) {
+        unscale<Mode>(d, p, rows, exponent);
+      } else {
+        recompute<Mode, kColumns>(p, tile, rows, d, reinterpret_cast<float*>(staging));
+      }
+      pass.template finish<kColumns>(tile, rows, d);
+    });
+    if (mine) pass.finish_item(item);
+  }
+  pass.end();
+}
+
+template <class SourceOfTiles, class Mode, class Pass>
+__global__ void __launch_bounds__(kConvThreads, 1)
+    conv_kernel(const __grid_constant__ ConvProblem p, int items, int row_blocks_apart) {
+  if constexpr (SourceOfTiles::kCompiles) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    const SharedLayout s = shared_layout<Mode>(p.tiling, shared);
+    fill_table(p.tiling, s.table);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < p.tiling.stages; ++i) {
+        init_barrier(&s.head->full[i], 1);
+        init_barrier(&s.head->empty[i], kGroupThreads / kWarpThreads);
+      }
+    }
+    __syncthreads();
+    if (group_of_thread() == kConsumers) {
+      SourceOfTiles::set_registers_of_filler();
+      fill_stages<Mode, Pass>(p, s, items, row_blocks_apart);
+    } else {
+      SourceOfTiles::set_registers_of_consumer();
+      consume_tiles<SourceOfTiles, Mode, Pass>(p, s, items, row_blocks_apart);
+    }
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,58 @@
+// How the operands of a conv become operands of the tensor cores, whose products are added in float32.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../core/target.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Float32, exact: x = high + low, both halves, after a scaling by a power of two that brings the largest
+// value of a tile (of a channel, for weights) near the largest half. high * high + low * high + high * low is
+// the product but for 2^-22 of it.
+struct Float32Ieee {
+  using In = float;
+  using Element = __half;
+  static constexpr int kParts = 2;
+  static constexpr bool kScales = true;
+};
+
+// Float32 as TF32, which has a half's mantissa: the first of these products.
+struct Float32Tf32 {
+  using In = float;
+  using Element = __half;
+  static constexpr int kParts = 1;
+  static constexpr bool kScales = true;
+};
+
+struct BFloat16 {
+  using In = __nv_bfloat16;
+  using Element = __nv_bfloat16;
+  static constexpr int kParts = 1;
+  static constexpr bool kScales = false;
+};
+
+struct Float16 {
+  using In = __half;
+  using Element = __half;
+  static constexpr int kParts = 1;
+  static constexpr bool kScales = false;
+};
+
+// The largest magnitude is scaled into [2^14, 2^15): under the largest half, 65504.
+constexpr int kScaledExponent = 14;
+constexpr int kMostExponent = 126;  // 2^126 and 2^-126 are normal floats
+
+__device__ inline float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
+
+// The power of two for values up to a magnitude, given as the bits of a float.
+__device__ inline int scale_exponent(unsigned magnitude) {
+  return min(kScaledExponent + 127 - int(magnitude >> 23), kMostExponent);
+}
+
+constexpr unsigned kInfinityBits = 0x7f800000;
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

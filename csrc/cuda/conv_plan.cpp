@@ -1,0 +1,248 @@
+#include "conv_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <set>
+
+namespace fusedconv {
+namespace cuda {
+namespace {
+
+constexpr int kMostKernel = 7;
+constexpr int kMostChannels = 256;  // of the output
+constexpr int kConsumers = 2;
+constexpr int64_t kMostSampleElements = int64_t(1) << 30;  // byte offsets within a sample have 32 bits
+constexpr int kFewStages = 2;                              // with fewer, loads and products do not overlap
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+// The variable that tests choose the source by; unset: the best for the card.
+ConvSource source_for(const Card& card) {
+  const char* asked = std::getenv("FUSEDCONV_CUDA_SOURCE");
+  const std::string name = asked != nullptr ? asked : "";
+  if (name == "none" || card.capability < 80) return ConvSource::kNone;
+#ifdef FUSEDCONV_HAS_SM90A
+  if (card.capability == 90 && name != "sm_80") return ConvSource::kSm90a;
+#endif
+  return ConvSource::kSm80;
+}
+
+// Elements between the first and the last of a sample.
+int64_t sample_span(const Tensor& tensor) {
+  int64_t span = 0;
+  for (int d = 1; d < 4; ++d) span += (tensor.size[d] - 1) * std::abs(tensor.stride[d]);
+  return span;
+}
+
+// Why the direct path does not serve; empty if it may.
+std::string reason_against(const Problem& problem) {
+  const Conv& conv = *problem.conv;
+  const Tensor& weight = conv.weight;
+  const DType dtype = problem.input.dtype;
+  if (dtype == DType::kFloat64) return "float64";
+  if (conv.stride[0] != 1 || conv.stride[1] != 1) return "stride";
+  if (weight.size[2] > kMostKernel || weight.size[3] > kMostKernel) return "kernel larger than 7";
+  if (weight.size[0] > kMostChannels) return "more than 256 output channels";
+  if (sample_span(problem.input) >= kMostSampleElements ||
+      sample_span(problem.output) >= kMostSampleElements ||
+      weight.size[0] * problem.output.size[2] * problem.output.size[3] >= kMostSampleElements)
+    return "samples of more than 2^30 elements";
+  return "";
+}
+
+int parts_of(const Problem& problem) {
+  return problem.input.dtype == DType::kFloat32 && !problem.conv->tf32 ? 2 : 1;
+}
+
+void set_conv(ConvTiling& t, const Problem& problem) {
+  const Conv& conv = *problem.conv;
+  t.in_channels = int(problem.input.size[1]);
+  t.out_channels = int(conv.weight.size[0]);
+  for (int d = 0; d < 2; ++d) {
+    t.in_size[d] = int(problem.input.size[2 + d]);
+    t.kernel[d] = int(conv.weight.size[2 + d]);
+    t.padding[d] = int(conv.padding[d]);
+    t.dilation[d] = int(conv.dilation[d]);
+    t.out_size[d] = t.in_size[d] + 2 * t.padding[d] - t.dilation[d] * (t.kernel[d] - 1);
+  }
+}
+
+// Whether the 8 channels of a unit are whole vectors, aligned if the first one is.
+bool reads_vectors(const ConvTiling& t, const Tensor& input) {
+  bool aligned = t.unit_taps == 1 && t.in_channels % kUnitElements == 0 && input.stride[1] == 1;
+  for (int d : {0, 2, 3}) aligned &= input.stride[d] % kUnitElements == 0;
+  return aligned;
+}
+
+void set_units(ConvTiling& t, const Tensor& input) {
+  t.unit_channels = 1;
+  while (t.unit_channels < kUnitElements && t.unit_channels < t.in_channels) t.unit_channels *= 2;
+  t.unit_taps = kUnitElements / t.unit_channels;
+  t.tap_groups = ceil_div(t.kernel[1], t.unit_taps);
+  t.blocks = ceil_div(t.in_channels, t.unit_channels);
+  t.row_blocks = ceil_div(t.out_channels, kRows);
+  t.reads_vectors = reads_vectors(t, input);
+}
+
+// Rows of the input that some of the stacked rows of the output read, from the first.
+std::set<int> tap_rows(const ConvTiling& t, int stack) {
+  std::set<int> rows;
+  for (int f = 0; f < stack; ++f)
+    for (int k = 0; k < t.kernel[0]; ++k) rows.insert(f + k * t.dilation[0]);
+  return rows;
+}
+
+// The most output rows on a product's rows that lessen the work for one of them.
+void set_stack(ConvTiling& t) {
+  t.stack = 1;
+  for (int stack = 2; kRows / stack >= t.out_channels && stack <= kUnitElements && stack <= t.out_size[0];
+       stack *= 2) {
+    const auto rows = tap_rows(t, stack).size();
+    if (rows <= kMostTapRows && rows * t.stack < tap_rows(t, t.stack).size() * stack) t.stack = stack;
+  }
+  t.stack_channels = kRows / t.stack;
+}
+
+// Columns of the tiles, and how many rows of shared memory one has.
+struct TileSize {
+  int across, cols, pitch, rows;
+  double used;  // of the columns of the products
+};
+
+// Units of one block of channels: the rows that a tile of some rows of shared memory reads.
+int plane_units(const ConvTiling& t, int rows, int pitch) {
+  const int last_tap = t.stack - 1 + (t.kernel[0] - 1) * t.dilation[0];
+  return t.stack * (rows + last_tap / t.stack) * pitch;
+}
+
+TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multiple) {
+  TileSize size;
+  size.cols = round_up(ceil_div(t.out_size[1], across), cols_multiple);
+  size.across = ceil_div(t.out_size[1], size.cols);
+  const int halo = (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
+  size.pitch = std::max(8, round_up(size.cols + halo, 2));  // pairs of columns lie in one row
+  size.rows = size.cols > columns ? 0 : 1 + (columns - size.cols) / size.pitch;
+  while (size.rows > 0 && plane_units(t, size.rows, size.pitch) > kMostChunkUnits) --size.rows;
+  if (size.rows > 0) {
+    const int down = ceil_div(ceil_div(t.out_size[0], t.stack), size.rows);
+    size.rows = ceil_div(ceil_div(t.out_size[0], t.stack), down);  // all of nearly the same size
+    size.used = double(t.out_size[0]) * t.out_size[1] / (double(down) * size.across * columns * t.stack);
+  }
+  return size;
+}
+
+// Tiles, and bands: a band of a pooled chain is a row of windows, or some.
+bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2]) {
+  constexpr double kWorthASplit = 1.1;  // whole rows are written as longer runs
+  const int least_across = ceil_div(t.out_size[1], columns);
+  const int cols_multiple = std::max(2, int(pool[1]));
+  TileSize best{};
+  for (int across = least_across; across <= least_across + 7; ++across) {
+    const TileSize size = tile_size(t, columns, across, across == 1 ? 1 : cols_multiple);
+    if (size.rows > 0 && size.used > best.used * (best.across == 1 ? kWorthASplit : 1.0)) best = size;
+  }
+  if (best.rows == 0) return false;
+  t.tile_cols = best.cols;
+  t.tiles_across = best.across;
+  t.pitch = best.pitch;
+  const int most_tile_rows = best.rows * t.stack;
+  const int window = int(pool[0]);
+  if (window <= most_tile_rows) {
+    t.tile_rows = t.band_rows = most_tile_rows / window * window;
+    t.sub_tiles = 1;
+  } else {
+    t.sub_tiles = ceil_div(window, most_tile_rows);
+    t.tile_rows = ceil_div(window, t.sub_tiles);
+    t.sub_tiles = ceil_div(window, t.tile_rows);
+    t.band_rows = window;
+  }
+  t.bands = ceil_div(t.out_size[0], t.band_rows);
+  return true;
+}
+
+void set_taps(ConvTiling& t) {
+  const std::set<int> rows = tap_rows(t, t.stack);
+  const int tile_phase_rows = ceil_div(t.tile_rows, t.stack);
+  t.phase_rows = tile_phase_rows + *rows.rbegin() / t.stack;
+  // In the order of their addresses: from one half step to the next is always forward.
+  t.tap_rows = 0;
+  for (int row : rows) t.tap_row[t.tap_rows++] = row;
+  std::sort(t.tap_row, t.tap_row + t.tap_rows, [&](int a, int b) { return row_slot(t, a) < row_slot(t, b); });
+}
+
+// What is in shared memory; false if it does not fit.
+bool set_memory(ConvTiling& t, int columns, int parts, const ChainTraits& chain, const int64_t pool[2],
+                const Card& card) {
+  const int plane_units = t.stack * t.phase_rows * t.pitch;
+  int furthest = 0;  // unit where the columns of a product start
+  for (int i = 0; i < t.tap_rows; ++i) furthest = std::max(furthest, row_slot(t, t.tap_row[i]) * t.pitch);
+  furthest += (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
+  t.plane = std::max(plane_units, furthest + columns);
+  t.by_pitch = divisor(t.pitch);
+  t.by_phase_rows = divisor(t.phase_rows);
+  t.by_plane_units = divisor(plane_units);
+  t.staging_bytes = kRows * (columns + kStagingPadding) * int(sizeof(float));
+  const int windows_across = t.tile_cols / int(pool[1]);
+  t.carry_bytes = chain.pools && t.sub_tiles > 1
+                      ? round_up(t.stack_channels * windows_across * int(sizeof(float)), 16)
+                      : 0;
+  const int fixed = kSharedHeadBytes + kConsumers * (t.staging_bytes + t.carry_bytes);
+
+  const int units_per_block = t.tap_rows * t.tap_groups;
+  for (int blocks = t.blocks; blocks >= 1; --blocks) {
+    if (t.blocks % blocks != 0 || blocks * plane_units > kMostChunkUnits) continue;
+    t.blocks_per_chunk = blocks;
+    t.chunks = t.blocks / blocks;
+    t.half_steps = round_up(blocks * units_per_block, 2);
+    t.weights_bytes = t.half_steps * kRows * kUnitBytes;
+    t.pixels_bytes = blocks * t.plane * kUnitBytes;
+    t.weights_stay = t.chunks * t.row_blocks == 1;
+    const int weights = parts * t.weights_bytes;
+    const int stage = parts * t.pixels_bytes + (t.weights_stay ? 0 : weights);
+    const int left = card.shared_bytes - fixed - (t.weights_stay ? weights : 0);
+    t.stages = std::min(kMostStages, left / stage);
+    const bool fits = left > 0 && t.stages >= (blocks == 1 ? 1 : kFewStages);
+    if (fits && t.half_steps / 2 <= kMostSteps && parts * t.pixels_bytes / kUnitBytes < 1 << 14) {
+      t.shared_bytes = fixed + (t.weights_stay ? weights : 0) + t.stages * stage;
+      return true;
+    }
+  }
+  return false;
+}
+
+std::string describe(const ConvPlan& plan) {
+  const ConvTiling& t = plan.tiling;
+  const auto number = [](int n) { return std::to_string(n); };
+  return std::string("direct, ") + (plan.source == ConvSource::kSm90a ? "sm_90a" : "sm_80") + ", tiles of " +
+         number(t.tile_rows) + " x " + number(t.tile_cols) + " pixels, " + number(t.stack) +
+         " rows stacked, " + number(t.chunks) + " chunks of " + number(t.blocks_per_chunk * t.unit_channels) +
+         " channels, " + number(t.stages) + " stages, " + number(t.shared_bytes) + " bytes of shared memory";
+}
+
+ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}}; }
+
+}  // namespace
+
+ConvPlan plan_conv(const Problem& problem, const ChainTraits& chain, const Card& card) {
+  const std::string reason = reason_against(problem);
+  if (!reason.empty()) return two_steps(reason);
+  ConvPlan plan{source_for(card), "", {}};
+  if (plan.source == ConvSource::kNone) return two_steps("no kernels of a conv for this card");
+  const int columns = columns_of(plan.source);
+  const int64_t no_pool[2] = {1, 1};
+  const int64_t* pool = chain.pools ? problem.arguments.pool : no_pool;
+  ConvTiling& t = plan.tiling;
+  set_conv(t, problem);
+  set_units(t, problem.input);
+  set_stack(t);
+  if (!set_tiles(t, columns, pool)) return two_steps("no tile of these sizes");
+  set_taps(t);
+  if (!set_memory(t, columns, parts_of(problem), chain, pool, card)) return two_steps("shared memory");
+  plan.reason = describe(plan);
+  return plan;
+}
+
+}  // namespace cuda
+}  // namespace fusedconv

@@ -1,0 +1,34 @@
+// Decides how a conv's chain runs on a card: by our own conv, and how it is cut, or by PyTorch's conv and
+// then the chain. Nothing here looks at the batch, so that a sample's result does not depend on the others.
+#pragma once
+
+#include <string>
+
+#include "../core/problem.h"
+#include "card.h"
+#include "conv_tiling.h"
+
+namespace fusedconv {
+namespace cuda {
+
+enum class ConvSource { kNone, kSm80, kSm90a };
+
+// What of a chain the plan depends on.
+struct ChainTraits {
+  bool needs_statistics;
+  bool pools;
+  bool reduces_channels;
+};
+
+struct ConvPlan {
+  ConvSource source;   // kNone: two steps
+  std::string reason;  // for the log
+  ConvTiling tiling;
+};
+
+constexpr int columns_of(ConvSource source) { return source == ConvSource::kSm90a ? 256 : 128; }
+
+ConvPlan plan_conv(const Problem& problem, const ChainTraits& chain, const Card& card);
+
+}  // namespace cuda
+}  // namespace fusedconv

@@ -1,0 +1,100 @@
+// How a conv is cut into products of the tensor cores: what stands in shared memory, and what is one tile.
+//
+// A product has 64 rows, which are output channels, and columns, which are pixels of the output. The input
+// stands in shared memory in units of 16 bytes: 8 channels of one pixel, pixels one after the other along the
+// rows of the image, `pitch` units a row. The columns of a product are consecutive units, over the ends of
+// rows: so the operand of a filter tap is the same memory, some units further on, and nothing is ever copied
+// for a tap. The columns between the end of one row of the tile and the start of the next are waste.
+//
+// - Where there are few input channels, a unit holds some taps of each: unit x has pixels x, x + dilation,
+// ... .
+// - Where there are few output channels, rows of the product are `stack` rows of the output: row m is channel
+//   m % stack_channels of output row m / stack_channels. They share the rows of the input that both of them
+//   read. The rows in shared memory are sorted by their remainder modulo `stack`, so that a step of `stack`
+//   rows is one row there.
+#pragma once
+
+#include <cstdint>
+
+namespace fusedconv {
+namespace cuda {
+
+constexpr int kUnitElements = 8;
+constexpr int kUnitBytes = 16;
+constexpr int kRows = 64;  // of one product
+constexpr int kMostTapRows = 16;
+constexpr int kMostStages = 4;
+constexpr int kMostChunkUnits = 1024;   // of pixels: 8 for each thread that fills
+constexpr int kSharedHeadBytes = 2048;  // barriers, and the table of steps
+constexpr int kMostSteps = 448;
+// Of a row of the staging memory of a tile, beyond its columns: so neighbouring rows do not meet in the same
+// banks.
+constexpr int kStagingPadding = 8;
+
+#ifdef __CUDACC__
+#define FUSEDCONV_DEVICE __host__ __device__
+#else
+#define FUSEDCONV_DEVICE
+#endif
+
+// Divides numbers under 2^16 by one that is known when a conv is planned.
+struct Divisor {
+  uint32_t value;
+  uint32_t reciprocal;  // of 2^32, rounded up
+
+#ifdef __CUDACC__
+  __device__ int divide(int n) const { return value == 1 ? n : int(__umulhi(uint32_t(n), reciprocal)); }
+#endif
+};
+
+inline Divisor divisor(int value) {
+  return {uint32_t(value), uint32_t(((uint64_t(1) << 32) + value - 1) / value)};
+}
+
+struct ConvTiling {
+  // The conv.
+  int in_channels, out_channels;
+  int in_size[2], out_size[2];
+  int kernel[2], padding[2], dilation[2];
+
+  // Products: for each block of 8 channels, each row of taps and each group of taps along it, a unit wide
+  // each.
+  int unit_channels;  // 8, or 4, 2, 1: then a unit holds unit_taps = 8 / unit_channels taps
+  int unit_taps;
+  bool reads_vectors;  // a unit's values are whole vectors of the input
+  int tap_groups;      // along a row of the kernel
+  int tap_rows;
+  int tap_row[kMostTapRows];  // the input row of each row of taps, from the tile's first
+  int stack, stack_channels;
+  int phase_rows;                // rows in shared memory for each remainder modulo stack
+  int blocks;                    // of 8 input channels
+  int blocks_per_chunk, chunks;  // a chunk is what one stage of the pipeline holds
+  int half_steps;                // of one chunk: units along the sum; even
+  int row_blocks;                // of 64 output channels
+
+  // Tiles. A band is what one item of work covers, in sub-tiles one after the other.
+  int pitch;
+  Divisor by_pitch, by_phase_rows, by_plane_units;
+  int tile_rows;  // rows of the output in one sub-tile
+  int tile_cols;
+  int band_rows, sub_tiles;
+  int bands, tiles_across;  // in a sample
+
+  // Shared memory, in bytes but for plane.
+  int plane;          // units of one block of channels
+  int pixels_bytes;   // of one part of the pixels of a stage
+  int weights_bytes;  // of one part of the weights of a chunk
+  bool weights_stay;  // one copy serves all stages
+  int stages;
+  int staging_bytes;  // of one group of consumers
+  int carry_bytes;
+  int shared_bytes;
+};
+
+// Where the row of the input that is `offset` below a tile's first row stands in shared memory.
+FUSEDCONV_DEVICE inline int row_slot(const ConvTiling& t, int offset) {
+  return offset % t.stack * t.phase_rows + offset / t.stack;
+}
+
+}  // namespace cuda
+}  // namespace fusedconv

@@ -1,0 +1,69 @@
+// Packs a conv's weights as the left operand of its products: for each block of 64 rows, chunk, part and half
+// step, 64 units of 8 values. Zeros stand where a row has no tap.
+#pragma once
+
+#include "conv_modes.cuh"
+#include "conv_problem.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// The weight that row m of a block of rows has at one value of a unit along the sum.
+template <class Mode>
+__device__ float weight_at(const ConvProblem& p, int row_block, int m, int chunk, int half_step,
+                           int element) {
+  const ConvTiling& t = p.tiling;
+  const int units_per_block = t.tap_rows * t.tap_groups;
+  const int block = chunk * t.blocks_per_chunk + half_step / units_per_block;
+  const int in_channel = block * t.unit_channels + element % t.unit_channels;
+  const int row = t.tap_row[half_step % units_per_block / t.tap_groups] - m / t.stack_channels;
+  const int kernel_row = row / t.dilation[0];
+  const int kernel_col = half_step % t.tap_groups * t.unit_taps + element / t.unit_channels;
+  const int out_channel = row_block * kRows + m % t.stack_channels;
+  const bool exists = out_channel < t.out_channels && half_step / units_per_block < t.blocks_per_chunk &&
+                      in_channel < t.in_channels && row >= 0 && row % t.dilation[0] == 0 &&
+                      kernel_row < t.kernel[0] && kernel_col < t.kernel[1];
+  if (!exists) return 0;
+  const int64_t* stride = p.weight.stride;
+  return float(
+      static_cast<const typename Mode::In*>(p.weight.data)[out_channel * stride[0] + in_channel * stride[1] +
+                                                           kernel_row * stride[2] + kernel_col * stride[3]]);
+}
+
+// A warp for each row of each block of rows.
+template <class Mode>
+__global__ void __launch_bounds__(kWarpThreads) pack_conv_weights(const __grid_constant__ ConvProblem p) {
+  using Element = typename Mode::Element;
+  const ConvTiling& t = p.tiling;
+  const int row_block = blockIdx.x / kRows;
+  const int m = blockIdx.x % kRows;
+  const int values = t.half_steps * kUnitElements;
+  unsigned magnitude = 0;
+  for (int chunk = 0; chunk < t.chunks; ++chunk) {
+    for (int i = threadIdx.x; i < values; i += kWarpThreads) {
+      const float w = weight_at<Mode>(p, row_block, m, chunk, i / kUnitElements, i % kUnitElements);
+      magnitude = max(magnitude, __float_as_uint(fabsf(w)));
+    }
+  }
+  magnitude = __reduce_max_sync(~0u, magnitude);
+  const int exponent = Mode::kScales ? scale_exponent(magnitude) : 0;
+  if (threadIdx.x == 0) p.exponents[blockIdx.x] = magnitude < kInfinityBits ? exponent : kNonFinite;
+  const float scale = power_of_two(exponent);
+  for (int chunk = 0; chunk < t.chunks; ++chunk) {
+    Element* to = reinterpret_cast<Element*>(p.packed) +
+                  (row_block * t.chunks + chunk) * int64_t(Mode::kParts * values * kRows) + m * kUnitElements;
+    for (int i = threadIdx.x; i < values; i += kWarpThreads) {
+      float w = weight_at<Mode>(p, row_block, m, chunk, i / kUnitElements, i % kUnitElements) * scale;
+      Element* unit = to + i / kUnitElements * (kRows * kUnitElements) + i % kUnitElements;
+#pragma unroll
+      for (int part = 0; part < Mode::kParts; ++part) {
+        const Element rounded = static_cast<Element>(w);
+        unit[part * values * kRows] = rounded;
+        w -= static_cast<float>(rounded);
+      }
+    }
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
