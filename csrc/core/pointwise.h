@@ -47,18 +47,15 @@ struct MultiplyScale : ChannelStage {
 struct Relu : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
-    return select(x < T(0), X{}, x);  // keeps NaN
+    return relu<T>(x);
   }
 };
 
-// x * relu6(x + 3) / 6
+// x * relu6(x + 3) / 6; in this order it does not overflow.
 struct Hardswish : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
-    X gate = x + T(3);
-    gate = select(gate < T(0), X{}, gate);
-    gate = select(gate > T(6), X{} + T(6), gate);
-    return x * (gate * T(1.0 / 6.0));  // in this order it does not overflow
+    return x * hardsigmoid<T>(x);
   }
 };
 
@@ -66,7 +63,7 @@ struct Hardswish : Stage {
 struct HardswishInside : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
-    return x * ((x + T(3)) * T(1.0 / 6.0));
+    return x * (x * T(1.0 / 6.0) + T(0.5));
   }
 };
 

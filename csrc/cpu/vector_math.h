@@ -243,6 +243,21 @@ FUSEDCONV_INLINE X exp(X x) {
   return (e.fraction + typename F::Element(1)) * e.scale;
 }
 
+// Keeps NaN.
+template <class T, class X>
+FUSEDCONV_INLINE X relu(X x) {
+  return select(x < T(0), X{}, x);
+}
+
+// relu6(x + 3) / 6
+template <class T, class X>
+FUSEDCONV_INLINE X hardsigmoid(X x) {
+  X gate = x + T(3);
+  gate = select(gate < T(0), X{}, gate);
+  gate = select(gate > T(6), X{} + T(6), gate);
+  return gate * T(1.0 / 6.0);
+}
+
 // Zero below -kMostSigmoid, where exp(-x) has no reciprocal, whatever it comes to.
 template <class X>
 FUSEDCONV_INLINE X sigmoid(X x) {

@@ -173,10 +173,9 @@ struct ConvChain {
   template <class S, class Mode, class Pass>
   static cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t stream) {
     const ConvTiling& t = p.tiling;
-    const int row_blocks_apart = Pass::kAllRowBlocks ? 1 : t.row_blocks;
-    const int items = p.samples * t.bands * t.tiles_across * row_blocks_apart;
+    const int items = p.samples * t.bands * t.tiles_across * (Pass::kAllRowBlocks ? 1 : t.row_blocks);
     const int blocks = items < card.multiprocessors ? items : card.multiprocessors;
-    conv_kernel<S, Mode, Pass><<<blocks, kConvThreads, t.shared_bytes, stream>>>(p, items, row_blocks_apart);
+    conv_kernel<S, Mode, Pass><<<blocks, kConvThreads, t.shared_bytes, stream>>>(p, items);
     return cudaGetLastError();
   }
 };

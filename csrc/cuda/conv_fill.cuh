@@ -24,79 +24,117 @@ struct Unit {
   In value[kUnitElements];
 };
 
-// Where a unit is in the input: bytes from the sample's start, which fit in 32 bits, and what of it exists.
-struct UnitPlace {
-  uint32_t offset;
-  int col;      // of the first pixel
-  int channel;  // the first
-  bool is_row;  // its row is one of the image's
+// A thread has some batches of units; those of one batch are loaded together.
+constexpr int kBatchUnits = 8;
+constexpr int kMostThreadUnits = cuda::kMostChunkUnits / kFillThreads;
+
+// Where a thread's units are, from a tile's first pixel: found once, as it is the same for all tiles.
+template <class In>
+struct UnitPlaces {
+  int place[kMostThreadUnits];  // from the highest bit: 12 of the row, 10 of the block of channels, 10 of the
+                                // column
+  int count;                    // of units; the last one is not every thread's
+  bool has_last;
+
+  __device__ explicit UnitPlaces(const ConvProblem& p) {
+    const ConvTiling& t = p.tiling;
+    const int units = t.blocks_per_chunk * t.plane_units;
+    count = (units + kFillThreads - 1) / kFillThreads;
+    has_last = filler() + (count - 1) * kFillThreads < units;
+#pragma unroll
+    for (int k = 0; k < kMostThreadUnits; ++k) {
+      const int index = filler() + k * kFillThreads;
+      const int block = index / t.plane_units;
+      const int slot = index % t.plane_units / t.pitch;
+      const int row = slot % t.phase_rows * t.stack + slot / t.phase_rows;
+      const int col = index % t.plane_units % t.pitch;
+      place[k] = row << 20 | block << 10 | col;
+    }
+  }
+
+  __device__ int row(int k) const { return place[k] >> 20; }
+  __device__ int block(int k) const { return place[k] >> 10 & 0x3ff; }
+  __device__ int col(int k) const { return place[k] & 0x3ff; }
+
+  // Bytes in the stage.
+  __device__ int to(const ConvTiling& t, int k) const {
+    return (filler() + k * kFillThreads + block(k) * (t.plane - t.plane_units)) * kUnitBytes;
+  }
+
+  __device__ static uint32_t byte_offset(const ConvProblem& p, int channel, int row, int col) {
+    return (uint32_t(channel) * uint32_t(p.input.stride[1]) + uint32_t(row) * uint32_t(p.input.stride[2]) +
+            uint32_t(col) * uint32_t(p.input.stride[3])) *
+           sizeof(In);
+  }
+
+  // Calls visit(batch) for each batch.
+  template <class Visit>
+  __device__ void for_each_batch(const Visit& visit) const {
+#pragma unroll
+    for (int batch = 0; batch < kMostThreadUnits / kBatchUnits; ++batch) {
+      if (batch * kBatchUnits < count) visit(batch);
+    }
+  }
+
+  // Calls visit(k, i) for each of the thread's units in a batch: the k-th of all, the i-th of the batch.
+  template <class Visit>
+  __device__ void for_each(int batch, const Visit& visit) const {
+#pragma unroll
+    for (int i = 0; i < kBatchUnits; ++i) {
+      const int k = batch * kBatchUnits + i;
+      if (k + 1 < count || (k + 1 == count && has_last)) visit(k, i);
+    }
+  }
 };
 
+// Loads a batch; zeros where there is no pixel. Where there is no channel the weights are zeros, and
+// any channel's value will do.
 template <class In>
-__device__ UnitPlace unit_place(const ConvProblem& p, const Source& from, int index) {
+__device__ void load_batch(const ConvProblem& p, const Source& from, const UnitPlaces<In>& places, int batch,
+                           Unit<In> (&unit)[kBatchUnits]) {
   const ConvTiling& t = p.tiling;
-  const int block = t.by_plane_units.divide(index);
-  index -= block * int(t.by_plane_units.value);
-  const int slot = t.by_pitch.divide(index);
-  const int phase = t.by_phase_rows.divide(slot);
-  const int row = from.row + (slot - phase * t.phase_rows) * t.stack + phase;
-  UnitPlace place;
-  place.col = from.col + index - slot * t.pitch;
-  place.channel = (from.block + block) * t.unit_channels;
-  place.is_row = unsigned(row) < unsigned(t.in_size[0]);
-  place.offset =
-      (uint32_t(row) * uint32_t(p.input.stride[2]) + uint32_t(place.col) * uint32_t(p.input.stride[3]) +
-       uint32_t(place.channel) * uint32_t(p.input.stride[1])) *
-      sizeof(In);
-  return place;
-}
-
-// Loads units; zeros where there is no pixel or no channel. No branch stands between the loads of a batch:
-// all of them are under way at the same time.
-template <class In>
-__device__ void load_units(const ConvProblem& p, const Source& from, int units,
-                           Unit<In> (&unit)[kThreadUnits]) {
-  const ConvTiling& t = p.tiling;
+  const int first_channel = from.block * t.unit_channels;
   const uint8_t* sample = static_cast<const uint8_t*>(from.sample);
-  const uint32_t channel_bytes = uint32_t(p.input.stride[1]) * sizeof(In);
-  const auto is_col = [&](int col) { return unsigned(col) < unsigned(t.in_size[1]); };
+  const uint32_t first = UnitPlaces<In>::byte_offset(p, first_channel, from.row, from.col);
   const auto for_each = [&](const auto& load) {
-#pragma unroll
-    for (int k = 0; k < kThreadUnits; ++k) {
-      const int index = filler() + k * kGroupThreads;
-      UnitPlace place = unit_place<In>(p, from, index);
-      place.is_row &= index < units;
-      load(unit[k], place);
-    }
+    places.for_each(batch, [&](int k, int i) {
+      const bool is_row = unsigned(from.row + places.row(k)) < unsigned(t.in_size[0]);
+      load(unit[i],
+           first +
+               UnitPlaces<In>::byte_offset(p, places.block(k) * kUnitElements, places.row(k), places.col(k)),
+           is_row, from.col + places.col(k));
+    });
   };
+  const auto is_col = [&](int col) { return unsigned(col) < unsigned(t.in_size[1]); };
+  const uint32_t channel_bytes = uint32_t(p.input.stride[1]) * sizeof(In);
   if (t.reads_vectors) {
-    for_each([&](Unit<In>& u, const UnitPlace& place) {
+    for_each([&](Unit<In>& u, uint32_t offset, bool is_row, int col) {
       uint4* to = reinterpret_cast<uint4*>(&u);
-      const uint4* at = reinterpret_cast<const uint4*>(sample + place.offset);
-      const bool exists = place.is_row && is_col(place.col);
+      const bool exists = is_row && is_col(col);
 #pragma unroll
-      for (int i = 0; i < int(sizeof(u) / sizeof(uint4)); ++i) to[i] = exists ? __ldg(at + i) : uint4{};
+      for (int i = 0; i < int(sizeof(u) / sizeof(uint4)); ++i)
+        to[i] = exists ? __ldg(reinterpret_cast<const uint4*>(sample + offset) + i) : uint4{};
     });
   } else if (t.unit_taps == 1) {
-    for_each([&](Unit<In>& u, const UnitPlace& place) {
-      const bool is_pixel = place.is_row && is_col(place.col);
+    const int last = t.blocks_per_chunk > 1 ? kUnitElements - 1 : t.in_channels - 1 - first_channel;
+    for_each([&](Unit<In>& u, uint32_t offset, bool is_row, int col) {
+      const bool exists = is_row && is_col(col);
 #pragma unroll
       for (int i = 0; i < kUnitElements; ++i) {
-        const bool exists = is_pixel && place.channel + i < t.in_channels;
-        u.value[i] =
-            exists ? __ldg(reinterpret_cast<const In*>(sample + i * channel_bytes + place.offset)) : In(0.0f);
+        const uint8_t* channel = sample + min(i, last) * channel_bytes;
+        u.value[i] = exists ? __ldg(reinterpret_cast<const In*>(channel + offset)) : In(0.0f);
       }
     });
   } else {
     const uint32_t tap_bytes = uint32_t(t.dilation[1]) * uint32_t(p.input.stride[3]) * sizeof(In);
-    for_each([&](Unit<In>& u, const UnitPlace& place) {
+    for_each([&](Unit<In>& u, uint32_t offset, bool is_row, int col) {
 #pragma unroll
       for (int i = 0; i < kUnitElements; ++i) {
-        const int c = i & (t.unit_channels - 1);
         const int tap = i / t.unit_channels;
-        const bool exists = place.is_row && is_col(place.col + tap * t.dilation[1]) && c < t.in_channels;
-        const uint8_t* at = sample + c * channel_bytes + tap * tap_bytes;
-        u.value[i] = exists ? __ldg(reinterpret_cast<const In*>(at + place.offset)) : In(0.0f);
+        const uint8_t* channel = sample + min(i & (t.unit_channels - 1), t.in_channels - 1) * channel_bytes;
+        const bool exists = is_row && is_col(col + tap * t.dilation[1]);
+        u.value[i] =
+            exists ? __ldg(reinterpret_cast<const In*>(channel + (offset + tap * tap_bytes))) : In(0.0f);
       }
     });
   }
@@ -110,14 +148,9 @@ __device__ inline float larger_magnitude(float most, float x) {
 }
 
 template <class In>
-__device__ float largest_magnitude(const Unit<In> (&unit)[kThreadUnits]) {
-  float most = 0;
+__device__ float larger_magnitude(float most, const Unit<In>& unit) {
 #pragma unroll
-  for (int k = 0; k < kThreadUnits; ++k) {
-#pragma unroll
-    for (int i = 0; i < kUnitElements; ++i)
-      most = larger_magnitude(most, static_cast<float>(unit[k].value[i]));
-  }
+  for (int i = 0; i < kUnitElements; ++i) most = larger_magnitude(most, static_cast<float>(unit.value[i]));
   return most;
 }
 
@@ -125,9 +158,9 @@ __device__ float largest_magnitude(const Unit<In> (&unit)[kThreadUnits]) {
 __device__ inline unsigned largest_of_all(float most, int barrier, unsigned* of_warp) {
   unsigned bits = __reduce_max_sync(~0u, __float_as_uint(most) & 0x7fffffff);
   if (threadIdx.x % kWarpThreads == 0) of_warp[filler() / kWarpThreads] = bits;
-  sync_threads(barrier, kGroupThreads);
+  sync_threads(barrier, kFillThreads);
 #pragma unroll
-  for (int i = 0; i < kGroupThreads / kWarpThreads; ++i) bits = max(bits, of_warp[i]);
+  for (int i = 0; i < kFillThreads / kWarpThreads; ++i) bits = max(bits, of_warp[i]);
   return bits;
 }
 
@@ -156,26 +189,26 @@ __device__ void store_unit(const Unit<In>& unit, float, uint8_t* to, int) {
 // By all threads that fill. Gives the exponent of the pixels' scale, or kNonFinite. Of the
 // chunks of a tile the scale only ever falls: so sums of earlier chunks, brought to it, do not overflow.
 // before_store() is called when the stage is about to be written; the first loads do not wait for it.
-template <class Mode, class BeforeStore>
-__device__ int fill_pixels(const ConvProblem& p, const Source& from, uint8_t* to, int exponent, int barrier,
-                           unsigned* of_warp, const BeforeStore& before_store) {
-  const ConvTiling& t = p.tiling;
-  const int plane_units = int(t.by_plane_units.value);
-  const int units = t.blocks_per_chunk * plane_units;
-  Unit<typename Mode::In> unit[kThreadUnits];
-  load_units(p, from, units, unit);
-  const unsigned most = largest_of_all(largest_magnitude(unit), barrier, of_warp);
+template <class Mode, class In, class BeforeStore>
+__device__ int fill_pixels(const ConvProblem& p, const Source& from, const UnitPlaces<In>& places,
+                           uint8_t* to, int exponent, int barrier, unsigned* of_warp,
+                           const BeforeStore& before_store) {
+  Unit<In> unit[kBatchUnits];
+  float magnitude = 0;
+  places.for_each_batch([&](int batch) {
+    load_batch(p, from, places, batch, unit);
+    places.for_each(batch, [&](int, int i) { magnitude = larger_magnitude(magnitude, unit[i]); });
+  });
+  const unsigned most = largest_of_all(magnitude, barrier, of_warp);
   if (Mode::kScales) exponent = min(exponent, scale_exponent(most));
   const float scale = power_of_two(exponent);
   before_store();
-#pragma unroll
-  for (int k = 0; k < kThreadUnits; ++k) {
-    const int index = filler() + k * kGroupThreads;
-    if (index < units) {
-      const int place = index + t.by_plane_units.divide(index) * (t.plane - plane_units);
-      store_unit<Mode>(unit[k], scale, to + place * kUnitBytes, t.pixels_bytes);
-    }
-  }
+  places.for_each_batch([&](int batch) {
+    if (places.count > kBatchUnits) load_batch(p, from, places, batch, unit);  // a cache has them
+    places.for_each(batch, [&](int k, int i) {
+      store_unit<Mode>(unit[i], scale, to + places.to(p.tiling, k), p.tiling.pixels_bytes);
+    });
+  });
   return most < kInfinityBits ? exponent : kNonFinite;
 }
 
@@ -186,7 +219,7 @@ __device__ void fill_weights(const ConvProblem& p, int row_block, int chunk, uin
   const int units = Mode::kParts * t.weights_bytes / kUnitBytes;
   const uint4* from = p.packed + (row_block * t.chunks + chunk) * int64_t(units);
 #pragma unroll 4
-  for (int i = filler(); i < units; i += kGroupThreads) reinterpret_cast<uint4*>(to)[i] = __ldg(from + i);
+  for (int i = filler(); i < units; i += kFillThreads) reinterpret_cast<uint4*>(to)[i] = __ldg(from + i);
 }
 
 }  // namespace FUSEDCONV_TARGET

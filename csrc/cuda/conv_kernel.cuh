@@ -27,14 +27,19 @@ struct Item {
   int band, across;
 };
 
-__device__ inline Item item_at(const ConvTiling& t, int index, int row_blocks_apart) {
+template <bool kAllRowBlocks>
+__device__ Item item_at(const ConvTiling& t, int index) {
   Item item;
-  item.row_block = index % row_blocks_apart;
-  index /= row_blocks_apart;
-  item.across = index % t.tiles_across;
-  index /= t.tiles_across;
-  item.band = index % t.bands;
-  item.sample = index / t.bands;
+  const auto split = [&](const cuda::Divisor& by) {
+    const int quotient = by.divide(index);
+    const int rest = index - quotient * by.value;
+    index = quotient;
+    return rest;
+  };
+  item.row_block = kAllRowBlocks ? 0 : split(t.by_row_blocks);
+  item.across = split(t.by_tiles_across);
+  item.band = split(t.by_bands);
+  item.sample = index;
   return item;
 }
 
@@ -61,35 +66,68 @@ __device__ void for_each_tile(const ConvTiling& t, const Item& item, const Visit
   }
 }
 
-// What a thread knows of the two rows of accumulators that it holds.
-struct ThreadRows {
-  int channel[2];  // of the output; beyond the last where the row is not used
-  int stacked[2];  // which of the stacked rows of the output
+// Which half of a tile's columns a thread has.
+__device__ inline int half_of_thread() { return threadIdx.x / kHalfThreads % 2; }
 
-  __device__ ThreadRows(const ConvTiling& t, int row_block) {
-    const int row = threadIdx.x % kGroupThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
+// Bit j of each mask: whether the first, and the second, of a thread's columns 8 j + 2 (lane % 4) and the
+// next is one of the map. As masks, for what was found out once about all columns to fit in two registers.
+struct PixelMasks {
+  uint32_t first = 0;
+  uint32_t second = 0;
+};
+
+template <int kColumns>
+__device__ PixelMasks pixel_masks(const ConvTiling& t, int stacked, int rows, int cols) {
+  PixelMasks masks;
+  int row = half_of_thread() * kColumns / t.pitch * t.stack + stacked;
+  int col = half_of_thread() * kColumns % t.pitch + threadIdx.x % 4 * 2;
+#pragma unroll 1
+  for (int j = 0; j < kColumns / 8; ++j) {
+    masks.first |= uint32_t(row < rows && col < cols) << j;
+    masks.second |= uint32_t(row < rows && col + 1 < cols) << j;
+    col += 8;
+    if (col >= t.pitch) {
+      col -= t.pitch;
+      row += t.stack;
+    }
+  }
+  return masks;
+}
+
+// What a thread knows of the two rows of accumulators that it holds, and of their channels.
+struct ThreadRows {
+  int stacked;      // which of the stacked rows of the output, the same for both
+  int channel[2];   // of the output; beyond the last where the row is not used
+  int exponent[2];  // of the weights' scale
+  float bias[2];    // of the conv
+  PixelMasks pixels;
+
+  __device__ ThreadRows(const ConvProblem& p, int row_block, const PixelMasks& masks) : pixels(masks) {
+    const ConvTiling& t = p.tiling;
+    const int row = threadIdx.x % kHalfThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
+    stacked = row >> t.stack_shift;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      stacked[i] = (row + 8 * i) / t.stack_channels;
-      channel[i] = row_block * kRows + (row + 8 * i) % t.stack_channels;
+    for (int k = 0; k < 2; ++k) {
+      const int m = row + 8 * k;
+      channel[k] = row_block * kRows + (m & (t.stack_channels - 1));
+      exponent[k] = p.exponents[row_block * kRows + m];
+      bias[k] = p.conv_bias != nullptr && channel[k] < t.out_channels ? p.conv_bias[channel[k]] : 0.0f;
     }
   }
 };
 
-// Calls visit(i, row, col) for each pair of neighbouring columns that a thread holds: accumulators i and i +
-// 1 of its first row, i + 2 and i + 3 of its second; row counts rows of shared memory, of `stack` rows of the
-// output each.
+// Calls visit(j, row, col) for each 8 columns of a product, which lie in one row of shared memory: col is the
+// first's.
 template <int kColumns, class Visit>
-__device__ void for_each_pair(const ConvTiling& t, const Visit& visit) {
-  int row = 0;
-  int col = threadIdx.x % 4 * 2;
-  asm volatile("" : "+r"(col));  // what an earlier loop found about all pairs would fill the registers
+__device__ void for_each_block(const ConvTiling& t, const Visit& visit) {
+  int row = half_of_thread() * kColumns / t.pitch;
+  int col = half_of_thread() * kColumns % t.pitch;
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; i += 4) {
-    visit(i, row, col);
-    col += 8;  // a pitch is 8 at the least
-    if (col >= t.pitch) {
-      col -= t.pitch;
+  for (int j = 0; j < kColumns / 8; ++j) {
+    visit(j, row, col);
+    col += 8;
+    if (col == t.pitch) {
+      col = 0;
       ++row;
     }
   }
@@ -119,25 +157,22 @@ __device__ float conv_at(const ConvProblem& p, int64_t sample, int channel, int 
   return sum;
 }
 
-__device__ inline float conv_bias_of(const ConvProblem& p, int channel) {
-  return p.conv_bias != nullptr && channel < p.tiling.out_channels ? p.conv_bias[channel] : 0.0f;
-}
-
-// Puts conv_at in place of a thread's accumulators, by way of memory, as registers have no index.
+// Puts the conv's output in place of a thread's accumulators, by way of memory, as registers have no index.
 template <class Mode, int kColumns>
 __device__ void recompute(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                           float (&d)[kColumns / 2], float* staging) {
   const ConvTiling& t = p.tiling;
   float* own = staging + threadIdx.x % kGroupThreads;
   for (int i = 0; i < kColumns / 2; ++i) {
-    const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-    const int channel = i / 2 % 2 == 0 ? rows.channel[0] : rows.channel[1];
-    const int row = column / t.pitch * t.stack + (i / 2 % 2 == 0 ? rows.stacked[0] : rows.stacked[1]);
+    const int column = half_of_thread() * kColumns + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+    const bool is_first = i / 2 % 2 == 0;
+    const int channel = is_first ? rows.channel[0] : rows.channel[1];
+    const int row = column / t.pitch * t.stack + rows.stacked;
     const int col = column % t.pitch;
     if (row < tile.rows && col < tile.cols && channel < t.out_channels) {
       own[i * kGroupThreads] =
           conv_at<typename Mode::In>(p, tile.sample, channel, tile.row + row, tile.col + col) +
-          conv_bias_of(p, channel);
+          (is_first ? rows.bias[0] : rows.bias[1]);
     }
   }
 #pragma unroll
@@ -152,13 +187,10 @@ __device__ void multiply_all(float (&d)[kCount], float factor) {
 
 // From accumulators to the conv's output: undoes the scales, adds the bias.
 template <class Mode, int kCount>
-__device__ void unscale(float (&d)[kCount], const ConvProblem& p, const ThreadRows& rows, int exponent) {
+__device__ void unscale(float (&d)[kCount], const ThreadRows& rows, int exponent) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const int channel = rows.channel[k];
-    const float bias = conv_bias_of(p, channel);
-    int power = 0;
-    if constexpr (Mode::kScales) power = -(exponent + p.exponents[channel]);
+    const int power = Mode::kScales ? -(exponent + rows.exponent[k]) : 0;
     const int within = min(max(power, -kMostExponent), kMostExponent);
     const float factor = power_of_two(within);
     if (power != within) {  // 2^power itself is no float
@@ -171,8 +203,8 @@ __device__ void unscale(float (&d)[kCount], const ConvProblem& p, const ThreadRo
     }
 #pragma unroll
     for (int i = 2 * k; i < kCount; i += 4) {
-      d[i] = fmaf(d[i], factor, bias);
-      d[i + 1] = fmaf(d[i + 1], factor, bias);
+      d[i] = fmaf(d[i], factor, rows.bias[k]);
+      d[i + 1] = fmaf(d[i + 1], factor, rows.bias[k]);
     }
   }
 }
@@ -184,10 +216,10 @@ __device__ inline int group_of_thread() { return uniform(threadIdx.x / kGroupThr
 // Shared memory, from the start: barriers and what goes with a stage, the table of steps, weights, pixels,
 // staging and carry of each group of consumers.
 struct SharedHead {
-  uint64_t full[cuda::kMostStages];
+  uint64_t full[kConsumers][cuda::kMostStages];  // a group sees each round of its own barriers, and must
   uint64_t empty[cuda::kMostStages];
   int exponent[cuda::kMostStages];
-  unsigned magnitude[kGroupThreads / kWarpThreads];
+  unsigned magnitude[kFillThreads / kWarpThreads];
 };
 
 struct SharedLayout {
@@ -244,14 +276,16 @@ struct Ring {
 };
 
 template <class Mode, class Pass>
-__device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int items, int row_blocks_apart) {
+__device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int items) {
   const ConvTiling& t = p.tiling;
   constexpr int kBarrier = kConsumers + 1;
   const int parts = Mode::kParts;
   Ring ring(t.stages);
+  const UnitPlaces<typename Mode::In> places(p);
   bool has_weights = false;
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
-    for_each_tile<Pass::kAllRowBlocks>(t, item_at(t, index, row_blocks_apart), [&](const Tile& tile) {
+  int turn = 0;
+  for (int index = blockIdx.x; index < items; index += gridDim.x, turn ^= 1) {
+    for_each_tile<Pass::kAllRowBlocks>(t, item_at<Pass::kAllRowBlocks>(t, index), [&](const Tile& tile) {
       const void* sample =
           static_cast<const typename Mode::In*>(p.input.data) + tile.sample * p.input.stride[0];
       int exponent = kMostExponent;
@@ -265,44 +299,49 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
                              s.weights + (t.weights_stay ? 0 : ring.stage) * parts * t.weights_bytes);
           has_weights = true;
         };
-        const int found = fill_pixels<Mode>(p, from, s.pixels + ring.stage * parts * t.pixels_bytes, exponent,
-                                            kBarrier, s.head->magnitude, before_store);
+        const int found = fill_pixels<Mode>(p, from, places, s.pixels + ring.stage * parts * t.pixels_bytes,
+                                            exponent, kBarrier, s.head->magnitude, before_store);
         if (found != kNonFinite) exponent = found;
         if (filler() == 0) s.head->exponent[ring.stage] = found;
         fence_async_proxy();
-        sync_threads(kBarrier, kGroupThreads);  // also: all have read head->magnitude
-        if (filler() == 0) arrive(&s.head->full[ring.stage]);
+        sync_threads(kBarrier, kFillThreads);  // also: all have read head->magnitude
+        if (filler() == 0) arrive(&s.head->full[turn][ring.stage]);
       }
     });
   }
 }
 
 template <class SourceOfTiles, class Mode, class Pass>
-__device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int items, int row_blocks_apart) {
+__device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int items) {
   constexpr int kColumns = SourceOfTiles::kColumns;
   const ConvTiling& t = p.tiling;
   const int group = group_of_thread();
   uint8_t* staging = s.staging + group * t.staging_bytes;
   Pass pass(p, staging, s.carry + group * t.carry_bytes, group + 1);
   Ring ring(t.stages);
+  const int stacked = threadIdx.x % kHalfThreads / kWarpThreads * 16 >> t.stack_shift;
+  const PixelMasks whole = pixel_masks<kColumns>(t, stacked, t.tile_rows, t.tile_cols);
+  const int stages_of_item = (Pass::kAllRowBlocks ? t.row_blocks : 1) * t.sub_tiles * t.chunks;
+  uint32_t parities = 0;  // of this group's next round, a bit for each stage
   int turn = 0;
   for (int index = blockIdx.x; index < items; index += gridDim.x, turn ^= 1) {
-    const bool mine = turn == group;
-    const Item item = item_at(t, index, row_blocks_apart);
-    for_each_tile<Pass::kAllRowBlocks>(t, item, [&](const Tile& tile) {
-      if (!mine) {
-        for (int chunk = 0; chunk < t.chunks; ++chunk) ring.next();
-        return;
-      }
-      const ThreadRows rows(t, tile.row_block);
+    if (turn != group) {
+      for (int i = 0; i < stages_of_item; ++i) ring.next();
+      continue;
+    }
+    for_each_tile<Pass::kAllRowBlocks>(t, item_at<Pass::kAllRowBlocks>(t, index), [&](const Tile& tile) {
+      const bool is_whole = tile.rows == t.tile_rows && tile.cols == t.tile_cols;
+      const ThreadRows rows(p, tile.row_block,
+                            is_whole ? whole : pixel_masks<kColumns>(t, stacked, tile.rows, tile.cols));
       pass.prepare(tile, rows);
       float d[kColumns / 2];
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) d[i] = 0;
       int exponent = kMostExponent;
-      bool finite = p.exponents[rows.channel[0]] != kNonFinite && p.exponents[rows.channel[1]] != kNonFinite;
+      bool finite = rows.exponent[0] != kNonFinite && rows.exponent[1] != kNonFinite;
       for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next()) {
-        wait(&s.head->full[ring.stage], ring.round & 1);
+        wait(&s.head->full[group][ring.stage], parities >> ring.stage & 1);
+        parities ^= 1u << ring.stage;
         const int found = uniform(s.head->exponent[ring.stage]);
         finite &= found != kNonFinite;
         if (chunk > 0 && found < exponent)
@@ -311,45 +350,43 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
         SourceOfTiles::template add<Mode>(
             d,
             {shared_address(s.weights) + (t.weights_stay ? 0 : ring.stage) * Mode::kParts * t.weights_bytes,
-             shared_address(s.pixels) + ring.stage * Mode::kParts * t.pixels_bytes, uint32_t(t.weights_bytes),
-             uint32_t(t.pixels_bytes), s.table, t.half_steps / 2},
+             shared_address(s.pixels) + ring.stage * Mode::kParts * t.pixels_bytes +
+                 half_of_thread() * kColumns * kUnitBytes,
+             uint32_t(t.weights_bytes), uint32_t(t.pixels_bytes), s.table, t.half_steps / 2},
             chunk == 0);
         __syncwarp();
         if (threadIdx.x % kWarpThreads == 0) arrive(&s.head->empty[ring.stage]);
       }
       pass.before_staging();
       if (finite) {
-        unscale<Mode>(d, p, rows, exponent);
+        unscale<Mode>(d, rows, exponent);
       } else {
         recompute<Mode, kColumns>(p, tile, rows, d, reinterpret_cast<float*>(staging));
       }
       pass.template finish<kColumns>(tile, rows, d);
     });
-    if (mine) pass.finish_item(item);
   }
   pass.end();
 }
 
 template <class SourceOfTiles, class Mode, class Pass>
 __global__ void __launch_bounds__(kConvThreads, 1)
-    conv_kernel(const __grid_constant__ ConvProblem p, int items, int row_blocks_apart) {
+    conv_kernel(const __grid_constant__ ConvProblem p, int items) {
   if constexpr (SourceOfTiles::kCompiles) {
     extern __shared__ __align__(128) uint8_t shared[];
     const SharedLayout s = shared_layout<Mode>(p.tiling, shared);
     fill_table(p.tiling, s.table);
     if (threadIdx.x == 0) {
       for (int i = 0; i < p.tiling.stages; ++i) {
-        init_barrier(&s.head->full[i], 1);
+        for (int group = 0; group < kConsumers; ++group) init_barrier(&s.head->full[group][i], 1);
         init_barrier(&s.head->empty[i], kGroupThreads / kWarpThreads);
       }
     }
     __syncthreads();
     if (group_of_thread() == kConsumers) {
-      SourceOfTiles::set_registers_of_filler();
-      fill_stages<Mode, Pass>(p, s, items, row_blocks_apart);
+      fill_stages<Mode, Pass>(p, s, items);
     } else {
-      SourceOfTiles::set_registers_of_consumer();
-      consume_tiles<SourceOfTiles, Mode, Pass>(p, s, items, row_blocks_apart);
+      consume_tiles<SourceOfTiles, Mode, Pass>(p, s, items);
     }
   }
 }

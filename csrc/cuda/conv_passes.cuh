@@ -9,7 +9,11 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// The parameters of a thread's two channels.
+template <class... Stages>
+constexpr bool kReadChannel = (Stages::kReadsChannel || ...);
+
+// The parameters of a thread's two channels; kReads: whether any stage reads them.
+template <bool kReads>
 struct ThreadChannels {
   Channel<float> channel[2];
 
@@ -19,7 +23,7 @@ struct ThreadChannels {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       if (rows.channel[k] >= p.tiling.out_channels) continue;
-      channel[k] = make_channel<float>(p.arguments, rows.channel[k]);
+      if (kReads) channel[k] = make_channel<float>(p.arguments, rows.channel[k]);
       if (norms != nullptr)
         set_norm(channel[k], norms[tile.sample * p.tiling.out_channels + rows.channel[k]]);
     }
@@ -46,7 +50,6 @@ class PassBase {
 #endif
     sync();
   }
-  __device__ void finish_item(const Item&) {}
   __device__ void end() {}
 
  protected:
@@ -56,7 +59,7 @@ class PassBase {
   __device__ static int warp() { return thread() / kWarpThreads; }
   __device__ float* staging() const { return reinterpret_cast<float*>(staging_); }
   // The row of staging memory for the k-th row of accumulators.
-  __device__ static int staging_row(int k) { return warp() * 16 + lane() / 4 + 8 * k; }
+  __device__ static int staging_row(int k) { return warp() % 4 * 16 + lane() / 4 + 8 * k; }
 
   const ConvProblem& p_;
   uint8_t* const staging_;
@@ -70,34 +73,36 @@ template <int kColumns>
 __device__ void write_moments(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                               const float (&d)[kColumns / 2]) {
   const ConvTiling& t = p.tiling;
-  float sum[2]{};
-  int count[2]{};
+  const PixelMasks pixels = rows.pixels;
   const auto for_each_pixel = [&](const auto& visit) {
-    for_each_pair<kColumns>(t, [&](int i, int row, int col) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const bool is_row = row * t.stack + rows.stacked[k] < tile.rows;
-        visit(k, d[i + 2 * k], is_row && col < tile.cols);
-        visit(k, d[i + 2 * k + 1], is_row && col + 1 < tile.cols);
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float* pair = d + 4 * j;
+      if (pixels.first >> j & 1) {
+        visit(0, pair[0]);
+        visit(1, pair[2]);
       }
-    });
+      if (pixels.second >> j & 1) {
+        visit(0, pair[1]);
+        visit(1, pair[3]);
+      }
+    }
   };
-  for_each_pixel([&](int k, float x, bool exists) {
-    sum[k] += exists ? x : 0.0f;
-    count[k] += exists;
-  });
-  float mean[2];
+  const int count = __popc(pixels.first) + __popc(pixels.second);
+  float mean[2]{};
   float m2[2]{};
-#pragma unroll
-  for (int k = 0; k < 2; ++k) mean[k] = count[k] == 0 ? 0.0f : sum[k] / float(count[k]);
-  for_each_pixel([&](int k, float x, bool exists) {
-    const float deviation = exists ? x - mean[k] : 0.0f;
+  for_each_pixel([&](int k, float x) { mean[k] += x; });
+  const float share = count == 0 ? 0.0f : 1.0f / float(count);
+  mean[0] *= share;
+  mean[1] *= share;
+  for_each_pixel([&](int k, float x) {
+    const float deviation = x - mean[k];
     m2[k] = fmaf(deviation, deviation, m2[k]);
   });
   const int parts = parts_per_channel(t);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    float n = float(count[k]);
+    float n = float(count);
 #pragma unroll
     for (int distance = 1; distance < 4;
          distance *= 2) {  // Chan, Golub, LeVeque (1979), with the neighbours'
@@ -112,7 +117,8 @@ __device__ void write_moments(const ConvProblem& p, const Tile& tile, const Thre
     }
     if (threadIdx.x % 4 == 0 && rows.channel[k] < t.out_channels) {
       const int64_t channel = tile.sample * t.out_channels + rows.channel[k];
-      p.parts[channel * parts + tile.part * t.stack + rows.stacked[k]] = {n, mean[k], m2[k]};
+      p.parts[channel * parts + (tile.part * t.stack + rows.stacked) * 2 + half_of_thread()] = {n, mean[k],
+                                                                                                m2[k]};
     }
   }
 }
@@ -139,7 +145,7 @@ class MomentsPass : public PassBase {
   }
 
  private:
-  ThreadChannels channels_;
+  ThreadChannels<kReadChannel<Pre>> channels_;
 };
 
 // Stores every value of the chain.
@@ -216,37 +222,40 @@ class StorePass : public PassBase {
     return (length - kShift + kBanks - 1) / kBanks * kBanks + kShift;
   }
 
+  // Each thread's values to where they belong.
   template <int kColumns, class Out, class Stride>
   __device__ void scatter(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2], Out* to,
                           Stride channel_stride, Stride row_stride, Stride col_stride) {
     const ConvTiling& t = p_.tiling;
-    const int first_channel = tile.row_block * kRows;
-    const bool pairs = col_stride == 1 && row_stride % 2 == 0 && channel_stride % 2 == 0 &&
-                       reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Out)) == 0;
     Out* of_row[2];
-    int rows_left[2];
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      of_row[k] = to + (rows.channel[k] - first_channel) * channel_stride + rows.stacked[k] * row_stride;
-      rows_left[k] = rows.channel[k] < t.out_channels ? tile.rows - rows.stacked[k] : 0;
+    for (int k = 0; k < 2; ++k)
+      of_row[k] = to + (rows.channel[k] - tile.row_block * kRows) * channel_stride +
+                  rows.stacked * row_stride + lane() % 4 * 2 * col_stride;
+    const auto scatter_rows = [&](const auto& write) {
+      for_each_block<kColumns>(t, [&](int j, int row, int col) {
+        const Stride place = row * t.stack * row_stride + col * col_stride;
+        const bool first = rows.pixels.first >> j & 1;
+        const bool second = rows.pixels.second >> j & 1;
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          write(k, of_row[k] + place, d[4 * j + 2 * k], d[4 * j + 2 * k + 1], first, second);
+      });
+    };
+    const bool pairs = col_stride == 1 && row_stride % 2 == 0 && channel_stride % 2 == 0 &&
+                       tile.cols % 2 == 0 && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Out)) == 0 &&
+                       rows.channel[1] < t.out_channels;
+    if (pairs) {
+      scatter_rows([](int, Out* pixel, float x, float y, bool first, bool) {
+        if (first) *reinterpret_cast<Pack<Out, 2>*>(pixel) = {narrow<Out>(x), narrow<Out>(y)};
+      });
+    } else {
+      const bool exists[2] = {rows.channel[0] < t.out_channels, rows.channel[1] < t.out_channels};
+      scatter_rows([&](int k, Out* pixel, float x, float y, bool first, bool second) {
+        if (first && exists[k]) pixel[0] = narrow<Out>(x);
+        if (second && exists[k]) pixel[col_stride] = narrow<Out>(y);
+      });
     }
-    for_each_pair<kColumns>(t, [&](int i, int row, int col) {
-      const bool first = col < tile.cols;
-      const bool second = col + 1 < tile.cols;
-      const Stride place = row * t.stack * row_stride + col * col_stride;
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        if (row * t.stack >= rows_left[k]) continue;
-        Out* pixel = of_row[k] + place;
-        if (pairs && second) {
-          *reinterpret_cast<Pack<Out, 2>*>(pixel) = {narrow<Out>(d[i + 2 * k]),
-                                                     narrow<Out>(d[i + 2 * k + 1])};
-        } else {
-          if (first) pixel[0] = narrow<Out>(d[i + 2 * k]);
-          if (second) pixel[col_stride] = narrow<Out>(d[i + 2 * k + 1]);
-        }
-      }
-    });
   }
 
   // A run of each channel, from shared memory to the output.
@@ -259,11 +268,12 @@ class StorePass : public PassBase {
                          0;
 #if __CUDA_ARCH__ >= 900
     if (aligned) {  // by the copy engine, while this group goes on
-      if (thread() < channels) {
-        asm volatile(
-            "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + thread() * stride),
-            "r"(shared_address(from + thread() * pitch)), "r"(bytes)
-            : "memory");
+      constexpr int kWarpChannels = kRows / (kGroupThreads / kWarpThreads);
+      const int c = warp() * kWarpChannels + lane();
+      if (lane() < kWarpChannels && c < channels) {
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + c * stride),
+                     "r"(shared_address(from + c * pitch)), "r"(bytes)
+                     : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
       return;
@@ -282,7 +292,7 @@ class StorePass : public PassBase {
     }
   }
 
-  ThreadChannels channels_;
+  ThreadChannels<kReadChannel<typename Chain::Pre, typename Chain::Post, typename Chain::Final>> channels_;
 };
 
 // Where everything up to the pool is an increasing or decreasing line in each channel: the pool takes the
@@ -297,7 +307,7 @@ class PoolPass : public PassBase {
     channels_.load(p_, tile, rows, nullptr);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      if (rows.channel[k] < p_.tiling.out_channels) sign_[k] = direction(rows.channel[k]);
+      sign_[k] = rows.channel[k] < p_.tiling.out_channels ? direction(rows.channel[k]) : 1.0f;
     }
   }
 
@@ -308,10 +318,11 @@ class PoolPass : public PassBase {
     write_moments<kColumns>(p_, tile, rows, d);
     // Even windows take pairs, which a thread has itself.
     const bool pairs = p_.arguments.pool[1] % 2 == 0;
-    const int pitch = (kColumns + 2 * cuda::kStagingPadding) / (pairs ? 2 : 1);
+    const int pitch = (2 * kColumns + cuda::kStagingPadding) / (pairs ? 2 : 1);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      float* to = staging() + staging_row(k) * pitch + lane() % 4 * (pairs ? 1 : 2);
+      float* to = staging() + staging_row(k) * pitch +
+                  (half_of_thread() * kColumns / 2 + lane() % 4) * (pairs ? 1 : 2);
 #pragma unroll
       for (int i = 0; i < kColumns / 2; i += 4) {
         const float2 x{d[i + 2 * k] * sign_[k], d[i + 2 * k + 1] * sign_[k]};
@@ -321,6 +332,10 @@ class PoolPass : public PassBase {
           *reinterpret_cast<float2*>(to + 2 * i) = x;
         }
       }
+    }
+    if (rows.stacked == 0 && lane() % 4 == 0 && half_of_thread() == 0) {
+      signs()[staging_row(0)] = sign_[0];
+      signs()[staging_row(1)] = sign_[1];
     }
     sync();
     pool(tile, pairs ? 2 : 1, pitch);
@@ -337,52 +352,80 @@ class PoolPass : public PassBase {
     return value(1.0f) < value(0.0f) ? -1.0f : 1.0f;
   }
 
-  // The windows of a sub-tile; those that reach into further ones are carried on.
+  // The windows of a sub-tile; those that reach into further ones are carried on. A thread takes a window;
+  // unit columns of it are one value.
   __device__ void pool(const Tile& tile, int unit, int pitch) {
     const ConvTiling& t = p_.tiling;
     const int window_rows = int(p_.arguments.pool[0]);
-    const int window_cols = int(p_.arguments.pool[1]);
-    const int pooled_rows = t.out_size[0] / window_rows;
-    const int pooled_cols = t.out_size[1] / window_cols;
+    const int width = int(p_.arguments.pool[1]) / unit;
+    const int pooled_rows = int(p_.output.size[2]);
+    const int pooled_cols = int(p_.output.size[3]);
     const int first_row = tile.row / window_rows;
     const int windows_down = min(pooled_rows - first_row, (tile.rows + window_rows - 1) / window_rows);
-    const int first_col = tile.col / window_cols;
-    const int windows_across = min(pooled_cols - first_col, tile.cols / window_cols);
+    const int first_col = tile.col / (width * unit);
+    const int windows_across = min(pooled_cols - first_col, tile.cols / (width * unit));
     const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
-    float* carry = reinterpret_cast<float*>(carry_);
-    for (int c = warp(); c < channels; c += kGroupThreads / kWarpThreads) {
-      const int channel = tile.row_block * kRows + c;
-      const float sign = direction(channel);
-      float* to = p_.pooled +
-                  ((tile.sample * t.out_channels + channel) * pooled_rows + first_row) * pooled_cols +
-                  first_col;
-      for (int window = 0; window < windows_down; ++window) {
-        const int rows = min(window_rows, tile.rows - window * window_rows);
-        for (int i = lane(); i < windows_across; i += kWarpThreads) {
-          float most = -INFINITY;
-          for (int r = 0; r < rows; ++r) {
-            const int row = window * window_rows + r;
-            const float* from = staging() + (row % t.stack * t.stack_channels + c) * pitch +
-                                (row / t.stack * t.pitch + i * window_cols) / unit;
-            for (int w = 0; w < window_cols / unit; ++w) most = maximum(most, from[w]);
-          }
-          if (t.sub_tiles == 1) {
-            to[window * pooled_cols + i] = sign * most;
-            continue;
-          }
-          float* carried = carry + c * windows_across + i;  // one window down, then
-          if (tile.sub_tile > 0) most = maximum(most, *carried);
-          if (tile.sub_tile + 1 < t.sub_tiles) {
-            *carried = most;
-          } else {
-            to[i] = sign * most;
+    const int64_t plane = int64_t(pooled_rows) * pooled_cols;
+    float* of_tile = p_.pooled + (tile.sample * t.out_channels + tile.row_block * kRows) * plane +
+                     first_row * pooled_cols + first_col;
+    for (int window = 0; window < windows_down; ++window) {
+      const int row = window * window_rows;
+      const int rows = min(window_rows, tile.rows - row);
+      for (int i = lane(); i < windows_across; i += kWarpThreads) {
+        const float* from = staging() + i * width;
+        float* to = of_tile + window * pooled_cols + i;
+        float* carried = carry() + i;  // windows go on in further sub-tiles where a tile has one window down
+        if (t.stack == 1 && width == 1) {
+          pool_column<1>(tile, from + row * (t.pitch / unit), t.pitch / unit, pitch, rows, channels, to,
+                         plane, carried, windows_across);
+        } else if (t.stack == 1 && width == 2) {
+          pool_column<2>(tile, from + row * (t.pitch / unit), t.pitch / unit, pitch, rows, channels, to,
+                         plane, carried, windows_across);
+        } else {
+          for (int c = warp(); c < channels; c += kGroupThreads / kWarpThreads) {
+            float most = -INFINITY;
+            for (int r = row; r < row + rows; ++r) {
+              const float* at = from + ((r & (t.stack - 1)) * t.stack_channels + c) * pitch +
+                                r / t.stack * (t.pitch / unit);
+              for (int w = 0; w < width; ++w) most = maximum(most, at[w]);
+            }
+            put(tile, c, most, to + c * plane, carried + c * windows_across);
           }
         }
       }
     }
   }
 
-  ThreadChannels channels_;
+  // The same window of all channels of a warp, where its rows follow each other in the staging memory.
+  template <int kWidth>
+  __device__ void pool_column(const Tile& tile, const float* from, int row_pitch, int pitch, int rows,
+                              int channels, float* to, int64_t plane, float* carried, int carried_pitch) {
+    for (int c = warp(); c < channels; c += kGroupThreads / kWarpThreads) {
+      const float* at = from + c * pitch;
+      float most = -INFINITY;
+#pragma unroll 2
+      for (int r = 0; r < rows; ++r, at += row_pitch) {
+#pragma unroll
+        for (int w = 0; w < kWidth; ++w) most = maximum(most, at[w]);
+      }
+      put(tile, c, most, to + c * plane, carried + c * carried_pitch);
+    }
+  }
+
+  __device__ void put(const Tile& tile, int c, float most, float* to, float* carried) {
+    if (tile.sub_tile > 0) most = maximum(most, *carried);
+    if (tile.sub_tile + 1 < p_.tiling.sub_tiles) {
+      *carried = most;
+    } else {
+      *to = signs()[c] * most;
+    }
+  }
+
+  // Carry memory: a sign for each channel, then the windows.
+  __device__ float* signs() const { return reinterpret_cast<float*>(carry_); }
+  __device__ float* carry() const { return signs() + kRows; }
+
+  ThreadChannels<kReadChannel<typename Chain::Pre>> channels_;
   float sign_[2];
 };
 
@@ -399,10 +442,10 @@ class LogSumExpPass : public PassBase {
 
   template <int kColumns>
   __device__ void finish(const Tile& tile, const ThreadRows&, float (&d)[kColumns / 2]) {
-    constexpr int kPitch = kColumns + cuda::kStagingPadding;
+    constexpr int kPitch = 2 * kColumns + cuda::kStagingPadding;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      float* to = staging() + staging_row(k) * kPitch + lane() % 4 * 2;
+      float* to = staging() + staging_row(k) * kPitch + half_of_thread() * kColumns + lane() % 4 * 2;
       const Channel<float>& channel = channels_.channel[k];
 #pragma unroll
       for (int i = 0; i < kColumns / 2; i += 4) {
@@ -415,21 +458,17 @@ class LogSumExpPass : public PassBase {
   }
 
  private:
-  // Each thread has some columns, whose sums it keeps from one block of rows to the next.
+  // A thread has a column, whose sum it keeps from one block of rows to the next.
   template <int kColumns, int kPitch>
   __device__ void reduce(const Tile& tile) {
-    constexpr int kOwn = kColumns / kGroupThreads;
     const ConvTiling& t = p_.tiling;
     const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
-    const bool last = tile.row_block + 1 == t.row_blocks;
+    const int column = thread();
+    if (column >= 2 * kColumns) return;
     for (int f = 0; f < t.stack; ++f) {
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const int column = thread() + i * kGroupThreads;
-        if (tile.row_block == 0) sums_[i] = {};
-        sums_[i].add(staging() + f * t.stack_channels * kPitch + column, kPitch, channels);
-        if (last) write(tile, column, f, sums_[i].value());
-      }
+      if (tile.row_block == 0) sum_ = {};
+      sum_.add(staging() + f * t.stack_channels * kPitch + column, kPitch, channels);
+      if (tile.row_block + 1 == t.row_blocks) write(tile, column, f, sum_.value());
     }
   }
 
@@ -455,28 +494,31 @@ class LogSumExpPass : public PassBase {
     float sum = 0;
 
     __device__ void add(const float* from, int pitch, int count) {
-      constexpr int kChunk = 16;
-      for (int first = 0; first < count; first += kChunk) {
-        float x[kChunk];
-        float highest = most;
+      for (; count >= kChunk; count -= kChunk, from += kChunk * pitch) add_chunk(from, pitch, kChunk);
+      if (count > 0) add_chunk(from, pitch, count);
+    }
+
+    __device__ void add_chunk(const float* from, int pitch, int count) {
+      float x[kChunk];
+      float highest = most;
 #pragma unroll
-        for (int c = 0; c < kChunk; ++c) {
-          x[c] = first + c < count ? from[(first + c) * pitch] * kLog2E : -INFINITY;
-          highest = maximum(highest, x[c]);
-        }
-        const float shift = isinf(highest) ? 0.0f : highest;
-        sum *= exp2_fast(most - shift);
-#pragma unroll
-        for (int c = 0; c < kChunk; ++c) sum += exp2_fast(x[c] - shift);
-        most = highest;
+      for (int c = 0; c < kChunk; ++c) {
+        x[c] = c < count ? from[c * pitch] : -INFINITY;
+        highest = maximum(highest, x[c]);
       }
+      const float shift = (isinf(highest) ? 0.0f : highest) * kLog2E;
+      sum *= exp2_fast(fmaf(most, kLog2E, -shift));
+#pragma unroll
+      for (int c = 0; c < kChunk; ++c) sum += exp2_fast(fmaf(x[c], kLog2E, -shift));
+      most = highest;
     }
 
     __device__ float value() const {
       if (isinf(most)) return most;
-      return (most + log2_fast(sum)) * kLn2;
+      return fmaf(log2_fast(sum), kLn2, most);
     }
 
+    static constexpr int kChunk = 16;
     static constexpr float kLog2E = 1.4426950408889634f;
     static constexpr float kLn2 = 0.6931471805599453f;
     __device__ static float exp2_fast(float x) {
@@ -491,8 +533,8 @@ class LogSumExpPass : public PassBase {
     }
   };
 
-  ThreadChannels channels_;
-  LogSumExp sums_[2];
+  ThreadChannels<kReadChannel<typename Chain::Pre, typename Chain::Post>> channels_;
+  LogSumExp sum_;
 };
 
 }  // namespace FUSEDCONV_TARGET

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kMostKernel = 7;
 constexpr int kMostChannels = 256;  // of the output
+constexpr int kMostStack = 4;       // the 16 rows of a warp belong to one row of the output
 constexpr int kConsumers = 2;
 constexpr int64_t kMostSampleElements = int64_t(1) << 30;  // byte offsets within a sample have 32 bits
 constexpr int kFewStages = 2;                              // with fewer, loads and products do not overlap
@@ -83,6 +84,7 @@ void set_units(ConvTiling& t, const Tensor& input) {
   t.tap_groups = ceil_div(t.kernel[1], t.unit_taps);
   t.blocks = ceil_div(t.in_channels, t.unit_channels);
   t.row_blocks = ceil_div(t.out_channels, kRows);
+  t.by_row_blocks = divisor(t.row_blocks);
   t.reads_vectors = reads_vectors(t, input);
 }
 
@@ -97,12 +99,14 @@ std::set<int> tap_rows(const ConvTiling& t, int stack) {
 // The most output rows on a product's rows that lessen the work for one of them.
 void set_stack(ConvTiling& t) {
   t.stack = 1;
-  for (int stack = 2; kRows / stack >= t.out_channels && stack <= kUnitElements && stack <= t.out_size[0];
+  for (int stack = 2; kRows / stack >= t.out_channels && stack <= kMostStack && stack <= t.out_size[0];
        stack *= 2) {
     const auto rows = tap_rows(t, stack).size();
     if (rows <= kMostTapRows && rows * t.stack < tap_rows(t, t.stack).size() * stack) t.stack = stack;
   }
   t.stack_channels = kRows / t.stack;
+  t.stack_shift = 0;
+  while (1 << t.stack_shift < t.stack_channels) ++t.stack_shift;
 }
 
 // Columns of the tiles, and how many rows of shared memory one has.
@@ -122,7 +126,7 @@ TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multip
   size.cols = round_up(ceil_div(t.out_size[1], across), cols_multiple);
   size.across = ceil_div(t.out_size[1], size.cols);
   const int halo = (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
-  size.pitch = std::max(8, round_up(size.cols + halo, 2));  // pairs of columns lie in one row
+  size.pitch = round_up(size.cols + halo, 8);  // 8 columns of a product lie in one row
   size.rows = size.cols > columns ? 0 : 1 + (columns - size.cols) / size.pitch;
   while (size.rows > 0 && plane_units(t, size.rows, size.pitch) > kMostChunkUnits) --size.rows;
   if (size.rows > 0) {
@@ -159,6 +163,8 @@ bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2]) {
     t.band_rows = window;
   }
   t.bands = ceil_div(t.out_size[0], t.band_rows);
+  t.by_bands = divisor(t.bands);
+  t.by_tiles_across = divisor(t.tiles_across);
   return true;
 }
 
@@ -180,19 +186,21 @@ bool set_memory(ConvTiling& t, int columns, int parts, const ChainTraits& chain,
   for (int i = 0; i < t.tap_rows; ++i) furthest = std::max(furthest, row_slot(t, t.tap_row[i]) * t.pitch);
   furthest += (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
   t.plane = std::max(plane_units, furthest + columns);
-  t.by_pitch = divisor(t.pitch);
-  t.by_phase_rows = divisor(t.phase_rows);
-  t.by_plane_units = divisor(plane_units);
+  t.plane_units = plane_units;
   t.staging_bytes = kRows * (columns + kStagingPadding) * int(sizeof(float));
   const int windows_across = t.tile_cols / int(pool[1]);
-  t.carry_bytes = chain.pools && t.sub_tiles > 1
-                      ? round_up(t.stack_channels * windows_across * int(sizeof(float)), 16)
-                      : 0;
+  t.carry_bytes = 0;
+  if (chain.pools) {  // a sign for each channel and, if windows reach into further sub-tiles, what is known
+                      // of them
+    const int carried = t.sub_tiles > 1 ? t.stack_channels * windows_across : 0;
+    t.carry_bytes = round_up((kRows + carried) * int(sizeof(float)), kUnitBytes);
+  }
   const int fixed = kSharedHeadBytes + kConsumers * (t.staging_bytes + t.carry_bytes);
 
   const int units_per_block = t.tap_rows * t.tap_groups;
   for (int blocks = t.blocks; blocks >= 1; --blocks) {
     if (t.blocks % blocks != 0 || blocks * plane_units > kMostChunkUnits) continue;
+    if (blocks > 1 && t.in_channels % kUnitElements != 0) continue;  // the last block is not a whole one
     t.blocks_per_chunk = blocks;
     t.chunks = t.blocks / blocks;
     t.half_steps = round_up(blocks * units_per_block, 2);
@@ -230,7 +238,7 @@ ConvPlan plan_conv(const Problem& problem, const ChainTraits& chain, const Card&
   if (!reason.empty()) return two_steps(reason);
   ConvPlan plan{source_for(card), "", {}};
   if (plan.source == ConvSource::kNone) return two_steps("no kernels of a conv for this card");
-  const int columns = columns_of(plan.source);
+  const int columns = plan.source == ConvSource::kSm90a ? 256 : 128;  // as the kernels' products have
   const int64_t no_pool[2] = {1, 1};
   const int64_t* pool = chain.pools ? problem.arguments.pool : no_pool;
   ConvTiling& t = plan.tiling;

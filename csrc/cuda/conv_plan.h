@@ -26,8 +26,6 @@ struct ConvPlan {
   ConvTiling tiling;
 };
 
-constexpr int columns_of(ConvSource source) { return source == ConvSource::kSm90a ? 256 : 128; }
-
 ConvPlan plan_conv(const Problem& problem, const ChainTraits& chain, const Card& card);
 
 }  // namespace cuda

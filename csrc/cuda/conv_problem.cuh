@@ -29,17 +29,18 @@ struct ConvProblem {
   float* pooled;       // [N][C][pooled height][pooled width]
 };
 
-__host__ __device__ inline int parts_per_channel(const ConvTiling& t) {
-  return t.bands * t.tiles_across * t.sub_tiles * t.stack;
-}
-
-// Groups of four warps: two multiply and finish tiles, in turns; the third fills the stages.
-constexpr int kGroupThreads = 128;
+// Two groups of eight warps multiply and finish tiles, in turns; four warps fill the stages. Of a tile's
+// columns the first four warps of a group have the first half.
+constexpr int kHalfThreads = 128;
+constexpr int kGroupThreads = 2 * kHalfThreads;
 constexpr int kConsumers = 2;
-constexpr int kConvThreads = (kConsumers + 1) * kGroupThreads;
+constexpr int kFillThreads = 128;
+constexpr int kConvThreads = kConsumers * kGroupThreads + kFillThreads;
 
-// Units that a filling thread loads together and keeps until their scale is known.
-constexpr int kThreadUnits = cuda::kMostChunkUnits / kGroupThreads;
+// A tile's parts: one for each row of the stack and half of the columns.
+__host__ __device__ inline int parts_per_channel(const ConvTiling& t) {
+  return t.bands * t.tiles_across * t.sub_tiles * t.stack * 2;
+}
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

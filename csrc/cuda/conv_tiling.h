@@ -24,7 +24,7 @@ constexpr int kUnitBytes = 16;
 constexpr int kRows = 64;  // of one product
 constexpr int kMostTapRows = 16;
 constexpr int kMostStages = 4;
-constexpr int kMostChunkUnits = 1024;   // of pixels: 8 for each thread that fills
+constexpr int kMostChunkUnits = 1024;   // of pixels
 constexpr int kSharedHeadBytes = 2048;  // barriers, and the table of steps
 constexpr int kMostSteps = 448;
 // Of a row of the staging memory of a tile, beyond its columns: so neighbouring rows do not meet in the same
@@ -37,18 +37,24 @@ constexpr int kStagingPadding = 8;
 #define FUSEDCONV_DEVICE
 #endif
 
-// Divides numbers under 2^16 by one that is known when a conv is planned.
+// Divides numbers under 2^31 by one that is known when a conv is planned: by a product with 2^(32 + shift) /
+// value, rounded up, which is exact there.
 struct Divisor {
-  uint32_t value;
-  uint32_t reciprocal;  // of 2^32, rounded up
+  int value;
+  int shift;
+  uint32_t reciprocal;
 
 #ifdef __CUDACC__
-  __device__ int divide(int n) const { return value == 1 ? n : int(__umulhi(uint32_t(n), reciprocal)); }
+  __device__ int divide(int n) const {
+    return value == 1 ? n : int(__umulhi(uint32_t(n), reciprocal) >> shift);
+  }
 #endif
 };
 
 inline Divisor divisor(int value) {
-  return {uint32_t(value), uint32_t(((uint64_t(1) << 32) + value - 1) / value)};
+  int shift = 0;
+  while ((int64_t(2) << shift) < value) ++shift;
+  return {value, shift, uint32_t(((uint64_t(1) << (32 + shift)) + value - 1) / value)};
 }
 
 struct ConvTiling {
@@ -64,8 +70,9 @@ struct ConvTiling {
   bool reads_vectors;  // a unit's values are whole vectors of the input
   int tap_groups;      // along a row of the kernel
   int tap_rows;
-  int tap_row[kMostTapRows];  // the input row of each row of taps, from the tile's first
-  int stack, stack_channels;
+  int tap_row[kMostTapRows];     // the input row of each row of taps, from the tile's first
+  int stack, stack_channels;     // powers of two
+  int stack_shift;               // of stack_channels
   int phase_rows;                // rows in shared memory for each remainder modulo stack
   int blocks;                    // of 8 input channels
   int blocks_per_chunk, chunks;  // a chunk is what one stage of the pipeline holds
@@ -74,14 +81,15 @@ struct ConvTiling {
 
   // Tiles. A band is what one item of work covers, in sub-tiles one after the other.
   int pitch;
-  Divisor by_pitch, by_phase_rows, by_plane_units;
   int tile_rows;  // rows of the output in one sub-tile
   int tile_cols;
   int band_rows, sub_tiles;
   int bands, tiles_across;  // in a sample
+  Divisor by_bands, by_tiles_across, by_row_blocks;
 
   // Shared memory, in bytes but for plane.
-  int plane;          // units of one block of channels
+  int plane_units;    // of one block of channels
+  int plane;          // the same, and what products read beyond
   int pixels_bytes;   // of one part of the pixels of a stage
   int weights_bytes;  // of one part of the weights of a chunk
   bool weights_stay;  // one copy serves all stages
