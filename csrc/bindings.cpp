@@ -78,10 +78,14 @@ class Launch {
     run(pointers, output, [&](const Problem& problem) { run_on_cpu(cpu_kernel_, problem, threads); });
   }
 
-  void on_cuda(const std::vector<uintptr_t>& pointers, uintptr_t output, int device, uintptr_t stream) const {
-    run(pointers, output,
-        [&](const Problem& problem) { run_on_cuda(chain_, problem, device, pointer(stream)); });
+  void on_cuda(const std::vector<uintptr_t>& pointers, uintptr_t output, uintptr_t workspace, int device,
+               uintptr_t stream) const {
+    run(pointers, output, [&](const Problem& problem) {
+      run_on_cuda(chain_, problem, pointer(workspace), device, pointer(stream));
+    });
   }
+
+  size_t cuda_workspace(int device) const { return fusedconv::cuda_workspace(chain_, problem_, device); }
 
  private:
   template <class RunOnDevice>
@@ -136,7 +140,8 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<const std::string&, const std::vector<std::string>&, const PyForm&,
                     const std::optional<PyConv>&, const PyNumbers&, const PyForm&>())
       .def("on_cpu", &Launch::on_cpu)
-      .def("on_cuda", &Launch::on_cuda);
+      .def("on_cuda", &Launch::on_cuda)
+      .def("cuda_workspace", &Launch::cuda_workspace);
   module.def("cuda_chains", [] { return py::tuple(py::cast(cuda_chains())); });
   module.def("cuda_status", &cuda_status);
   module.def("build_info", &build_info);

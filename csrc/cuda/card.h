@@ -5,9 +5,9 @@ namespace fusedconv {
 namespace cuda {
 
 struct Card {
-  int capability;       // 90 for compute capability 9.0
+  int capability;  // 90 for compute capability 9.0
   int multiprocessors;
-  int shared_bytes;     // of shared memory, at most, for one block
+  int shared_bytes;  // of shared memory, at most, for one block
 };
 
 }  // namespace cuda

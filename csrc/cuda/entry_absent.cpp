@@ -9,8 +9,12 @@ std::string cuda_architectures() { return ""; }
 std::vector<std::string> cuda_chains() { return {}; }
 std::string cuda_status(int) { return "fusedconv was built without CUDA"; }
 
-void run_on_cuda(const std::string& chain, const Problem&, int, void*) {
+size_t cuda_workspace(const std::string& chain, const Problem&, int) {
   throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "': built without CUDA");
+}
+
+void run_on_cuda(const std::string& chain, const Problem& problem, void*, int device, void*) {
+  cuda_workspace(chain, problem, device);
 }
 
 }  // namespace fusedconv

@@ -1,5 +1,8 @@
-// Elementary functions on one value. See core/math.h.
+// Elementary functions on one value. See core/math.h. In float they are made of the hardware's
+// approximations, whose absolute errors are near 1e-7 here; denormals count as zero.
 #pragma once
+
+#include <cmath>
 
 #include "../core/target.h"
 
@@ -12,15 +15,64 @@ FUSEDCONV_INLINE X select(bool mask, X yes, X no) {
 }
 
 // NaN wins, as in torch.maximum.
-template <class X>
-FUSEDCONV_INLINE X maximum(X a, X b) {
+FUSEDCONV_INLINE float maximum(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
   return a > b || a != a ? a : b;
+#endif
 }
+
+FUSEDCONV_INLINE double maximum(double a, double b) { return a > b || a != a ? a : b; }
+
+FUSEDCONV_INLINE float exp(float x) {
+#ifdef __CUDA_ARCH__
+  constexpr float kLog2E = 1.4426950408889634f;
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2E));
+  return y;
+#else
+  return std::exp(x);
+#endif
+}
+
+FUSEDCONV_INLINE double exp(double x) { return std::exp(x); }
+
+FUSEDCONV_INLINE float log(float x) {
+#ifdef __CUDA_ARCH__
+  constexpr float kLn2 = 0.6931471805599453f;
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y * kLn2;
+#else
+  return std::log(x);
+#endif
+}
+
+FUSEDCONV_INLINE double log(double x) { return std::log(x); }
+
+FUSEDCONV_INLINE float reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1 / x;
+#endif
+}
+
+FUSEDCONV_INLINE double reciprocal(double x) { return 1 / x; }
 
 template <class X>
 FUSEDCONV_INLINE X sigmoid(X x) {
-  return X(1) / (X(1) + exp(-x));
+  return reciprocal(X(1) + exp(-x));
 }
+
+// Right at both infinities: exp(2x) is 0 or infinite there.
+FUSEDCONV_INLINE float tanh(float x) { return 1 - 2 * reciprocal(1 + exp(2 * x)); }
+FUSEDCONV_INLINE double tanh(double x) { return std::tanh(x); }
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

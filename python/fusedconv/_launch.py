@@ -64,11 +64,25 @@ def _freed(name: str) -> NoReturn:
 
 
 Run = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, launches, gives the output
-Start = Callable[[_C.Launch, list[int], int], None]  # takes the tensors' pointers, and the output's
+Start = Callable[[list[int], int], None]  # takes the tensors' pointers, and the output's
 
 
-def _start_on_cpu(launch: _C.Launch, pointers: list[int], output: int) -> None:
-    launch.on_cpu(pointers, output, torch.get_num_threads())
+def _on_cpu(launch: _C.Launch) -> Start:
+    return lambda pointers, output: launch.on_cpu(pointers, output, torch.get_num_threads())
+
+
+def _on_cuda(launch: _C.Launch, device: int) -> Start:
+    current_stream = torch._C._cuda_getCurrentRawStream
+    size = launch.cuda_workspace(device)
+    if not size:
+        return lambda pointers, output: launch.on_cuda(pointers, output, 0, device, current_stream(device))
+    empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
+
+    def start(pointers: list[int], output: int) -> None:
+        workspace = empty.new_empty(size)  # freed on return: only later work of this stream may get it
+        launch.on_cuda(pointers, output, workspace.data_ptr(), device, current_stream(device))
+
+    return start
 
 
 class Launcher:
@@ -89,22 +103,20 @@ class Launcher:
         if self._has_conv and _runs_directly(args[0], args[1], groups=args[-1]):
             stride, padding, dilation, _ = args[GEOMETRY]
             conv = _form(args[1]), stride, padding, dilation
-            return self._prepare(args, output, _start_on_cpu, self._numbers(args), conv)
-        return self._two_steps(args, output, source, _start_on_cpu)
+            return self._prepare(args, output, _on_cpu, self._numbers(args), conv)
+        return self._two_steps(args, output, source, _on_cpu)
 
     def prepare_cuda(self, args: Sequence[Any], output: Tensor, source: Run) -> Run:
         """PyTorch's conv, then the chain."""
-        device = args[0].get_device()
+        on_device = functools.partial(_on_cuda, device=args[0].get_device())
+        return self._two_steps(args, output, source, on_device)
 
-        def start(launch: _C.Launch, pointers: list[int], output: int) -> None:
-            launch.on_cuda(pointers, output, device, torch._C._cuda_getCurrentRawStream(device))
-
-        return self._two_steps(args, output, source, start)
-
-    def _two_steps(self, args: Sequence[Any], output: Tensor, source: Run, start: Start) -> Run:
+    def _two_steps(
+        self, args: Sequence[Any], output: Tensor, source: Run, on_device: Callable[[_C.Launch], Start]
+    ) -> Run:
         numbers = self._numbers(args)
         if not self._has_conv:  # v is the input
-            return self._prepare(args, output, start, numbers)
+            return self._prepare(args, output, on_device, numbers)
         prepared: dict[tuple[int, ...], Run] = {}
 
         def run(args: Sequence[Any]) -> Tensor:
@@ -112,7 +124,7 @@ class Launcher:
             args = (v, *args[1:])
             stride = v.stride()  # PyTorch's choice: not all that it depends on is in the signature
             if stride not in prepared:
-                prepared[stride] = self._prepare(args, output, start, numbers)
+                prepared[stride] = self._prepare(args, output, on_device, numbers)
             return prepared[stride](args)
 
         return run
@@ -126,7 +138,7 @@ class Launcher:
         self,
         args: Sequence[Any],
         output: Tensor,
-        start: Start,
+        on_device: Callable[[_C.Launch], Start],
         numbers: _C.Numbers,
         conv: _C.Conv | None = None,
     ) -> Run:
@@ -135,6 +147,7 @@ class Launcher:
         names = [name for name in _TENSORS if name in place and (conv or name not in _OF_CONV)]
         places = [place[name] for name in names]
         launch = _C.Launch(self._chain, names, _form(args[0]), conv, numbers, _form(output))
+        start = on_device(launch)
         size, stride, has_elements = output.shape, output.stride(), output.numel() > 0
         # A new one like this is quicker than one of a named dtype and device.
         empty = torch.empty(0, dtype=output.dtype, device=args[0].device)
@@ -145,7 +158,7 @@ class Launcher:
                 pointers = [args[i].data_ptr() for i in places]
                 if not all(pointers):  # to a kernel 0 would mean that the argument is absent
                     _freed(names[pointers.index(0)])
-                start(launch, pointers, output.data_ptr())
+                start(pointers, output.data_ptr())
             return output
 
         channels = args[0].shape[1] if conv is None else args[1].shape[0]
