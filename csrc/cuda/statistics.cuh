@@ -18,9 +18,9 @@ struct Part {
   T m2;  // sum of squared deviations from the mean
 };
 
-// GroupNorm of one channel of one sample: (x - mean) * scale + shift.
+// GroupNorm of one channel of one sample: (x - mean) * scale + shift. Aligned so that one load gets it.
 template <class T>
-struct Norm {
+struct alignas(4 * sizeof(T)) Norm {
   T mean;
   T scale;
   T shift;

@@ -40,7 +40,7 @@ class DirectValues {
 
 // A thread for each output; neighbours have outputs that are neighbours in memory.
 template <class Chain, class In>
-__global__ void __launch_bounds__(kDirectThreads)
+__global__ void __launch_bounds__(kDirectThreads, 1)
     tensor_max_pool(const __grid_constant__ TensorWork<Compute<In>> work, int64_t blocks_per_sample) {
   using T = Compute<In>;
   const int64_t sample = block_index() / blocks_per_sample;
@@ -67,21 +67,59 @@ __global__ void __launch_bounds__(kDirectThreads)
                                  Pack<T, 1>{Chain::Final::value(most, most, channel)});
 }
 
-// A thread for each pixel or, where channels are last, some lanes of a warp.
+// How a block's threads share pixels and their channels: neighbours have neighbours in memory.
+struct PixelThreads {
+  bool channels_last;
+  int lanes;  // of a pixel, where channels are last; else each warp has some channels of a warp's pixels
+
+  __host__ __device__ explicit PixelThreads(const TensorShape& shape)
+      : channels_last(shape.channels_last), lanes(lanes_of_channels(shape.channels_last, shape.channels)) {}
+
+  __host__ __device__ int pixels() const { return channels_last ? kDirectThreads / lanes : kWarpThreads; }
+  __device__ int pixel() const { return channels_last ? threadIdx.x / lanes : threadIdx.x % kWarpThreads; }
+  __device__ int channel() const { return channels_last ? threadIdx.x % lanes : threadIdx.x / kWarpThreads; }
+  __host__ __device__ int channel_step() const {
+    return channels_last ? lanes : kDirectThreads / kWarpThreads;
+  }
+};
+
+// The first warp gets the sums of all warps.
+template <class T>
+__device__ void add_warps(LogSumExp<T>& sum) {
+  constexpr int kWarps = kDirectThreads / kWarpThreads;
+  __shared__ T most[kDirectThreads];
+  __shared__ T sums[kDirectThreads];
+  most[threadIdx.x] = sum.most;
+  sums[threadIdx.x] = sum.sum;
+  __syncthreads();
+  if (threadIdx.x >= kWarpThreads) return;
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) {
+    const int i = w * kWarpThreads + threadIdx.x;
+    sum.add(LogSumExp<T>{most[i], sums[i]});
+  }
+}
+
 template <class Chain, class In>
-__global__ void __launch_bounds__(kDirectThreads)
-    tensor_logsumexp(const __grid_constant__ TensorWork<Compute<In>> work, int lanes,
-                     int64_t blocks_per_sample) {
+__global__ void __launch_bounds__(kDirectThreads, 1)
+    tensor_logsumexp(const __grid_constant__ TensorWork<Compute<In>> work, int64_t blocks_per_sample) {
   using T = Compute<In>;
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
-  const int64_t p =
-      block_index() % blocks_per_sample * (kDirectThreads / lanes) + int64_t(threadIdx.x) / lanes;
+  const PixelThreads threads(work.shape);
+  const int64_t p = block_index() % blocks_per_sample * threads.pixels() + threads.pixel();
   const bool exists = p < work.shape.pixels;
   const DirectValues<Chain, In> values(work, sample);
-  const T y = channel_logsumexp<T>(exists ? work.shape.channels : 0, lanes,
-                                   [&](int64_t c) { return values.value(c, p, values.channel_at(c)); });
-  if (!exists || threadIdx.x % lanes > 0) return;
+  LogSumExp<T> sum =
+      channel_logsumexp<T>(exists ? work.shape.channels : 0, threads.channel(), threads.channel_step(),
+                           [&](int64_t c) { return values.value(c, p, values.channel_at(c)); });
+  if (threads.channels_last) {
+    sum.add_lanes(threads.lanes);
+  } else {
+    add_warps(sum);
+  }
+  if (!exists || threads.channel() > 0) return;
+  const T y = sum.value();
   const int64_t* stride = work.output.stride;
   const int64_t cols = work.output.size[3];
   OutputMemory<In>(work.output)
@@ -98,10 +136,9 @@ cudaError_t launch_direct(const TensorWork<Compute<In>>& work, cudaStream_t stre
     tensor_max_pool<Chain, In>
         <<<grid_of(shape.samples * blocks, 1), kDirectThreads, 0, stream>>>(work, blocks);
   } else {
-    const int lanes = lanes_of_channels(shape.channels_last, shape.channels);
-    const int64_t blocks = cuda::divide_up(shape.pixels, kDirectThreads / lanes);
+    const int64_t blocks = cuda::divide_up(shape.pixels, PixelThreads(shape).pixels());
     tensor_logsumexp<Chain, In>
-        <<<grid_of(shape.samples * blocks, 1), kDirectThreads, 0, stream>>>(work, lanes, blocks);
+        <<<grid_of(shape.samples * blocks, 1), kDirectThreads, 0, stream>>>(work, blocks);
   }
   return cudaGetLastError();
 }

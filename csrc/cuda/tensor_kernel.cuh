@@ -321,9 +321,11 @@ class PieceOfChain {
     for (int first = 0; first < piece_.pixels; first += pixels_at_once) {
       const int p = first + threadIdx.x / lanes;
       const bool exists = p < piece_.pixels;
-      const T y = channel_logsumexp<T>(exists ? piece_.channels : 0, lanes, [&](int c) {
-        return Chain::pointwise(widen<T>(tile()[tile_offset(c, p)]), channel_at(c));
-      });
+      LogSumExp<T> sum = channel_logsumexp<T>(
+          exists ? piece_.channels : 0, threadIdx.x % lanes, lanes,
+          [&](int c) { return Chain::pointwise(widen<T>(tile()[tile_offset(c, p)]), channel_at(c)); });
+      sum.add_lanes(lanes);
+      const T y = sum.value();
       if (!exists || threadIdx.x % lanes > 0) continue;
       const int64_t pixel = piece_.pixel + p;
       const int64_t* stride = work_.output.stride;
@@ -341,16 +343,19 @@ class PieceOfChain {
 };
 
 template <class Chain, class In>
-__global__ void __launch_bounds__(cuda::kMostThreads)
+__global__ void __launch_bounds__(cuda::kMostThreads, 1)
     tensor_chain(const __grid_constant__ TensorWork<Compute<In>> work) {
-  constexpr int kVector = kVectorBytes / int(sizeof(In));
+  constexpr int kWide = kVectorBytes / int(sizeof(In));
   if (block_index() >= work.pieces) return;
-  if (!work.plan.whole_vectors) {
+  const int width = work.plan.width;
+  if (width == 1) {
     PieceOfChain<Chain, In, 1, false>(work).run();
   } else if (work.shape.channels_last) {
-    PieceOfChain<Chain, In, kVector, true>(work).run();
+    PieceOfChain<Chain, In, kWide, true>(work).run();
+  } else if (width == kWide) {
+    PieceOfChain<Chain, In, kWide, false>(work).run();
   } else {
-    PieceOfChain<Chain, In, kVector, false>(work).run();
+    PieceOfChain<Chain, In, kWide / 2, false>(work).run();
   }
 }
 

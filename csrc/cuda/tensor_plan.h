@@ -37,7 +37,7 @@ struct TensorShape {
 // A piece has so many channels and pixels, or what is left of them.
 struct TensorPlan {
   bool resident;  // the pieces of whole groups are on chip at the same time: their statistics need no memory
-  bool whole_vectors;  // wide loads never cross the end of a piece's row
+  int width;      // elements of a load: so many that none crosses the end of a piece's row
   int unit_channels;
   int slice_pixels;
   int64_t units;            // pieces next to each other in channels
@@ -70,18 +70,17 @@ inline int power_of_two_from(int64_t least, int most) {
   return power;
 }
 
-inline void set_threads(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
-  constexpr int kVectorsOfThread = 4;
-  const int width = plan.whole_vectors ? traits.vector : 1;
-  const int64_t vectors = divide_up(int64_t(plan.unit_channels) * plan.slice_pixels, traits.vector);
-  const int64_t threads = round_up(divide_up(vectors, kVectorsOfThread), kWarp);
+inline void set_threads(TensorPlan& plan, const TensorShape& shape) {
+  constexpr int kLoadsOfThread = 8;
+  const int64_t loads = divide_up(int64_t(plan.unit_channels) * plan.slice_pixels, plan.width);
+  const int64_t threads = round_up(divide_up(loads, kLoadsOfThread), kWarp);
   plan.threads = int(std::min<int64_t>(threads, kMostThreads));
   if (shape.channels_last) {
     plan.lanes = 1;
-    plan.channel_threads = std::min(plan.unit_channels / width, plan.threads);
+    plan.channel_threads = std::min(plan.unit_channels / plan.width, plan.threads);
     plan.pixel_threads = plan.threads / plan.channel_threads;
   } else {
-    plan.lanes = power_of_two_from(divide_up(plan.slice_pixels, width), kWarp);
+    plan.lanes = power_of_two_from(divide_up(plan.slice_pixels, plan.width), kWarp);
     const int lines = plan.threads / plan.lanes;
     plan.channel_threads = std::min(plan.unit_channels, lines);
     plan.pixel_threads = lines / plan.channel_threads * plan.lanes;
@@ -104,7 +103,7 @@ inline void set_shared_memory(TensorPlan& plan, const TensorTraits& traits) {
         take(int64_t(plan.pixel_threads / plan.lanes) * plan.unit_channels, 2 * traits.compute_bytes);
     plan.moments_at = take(groups, kMomentsBytes);
     plan.shifts_at = take(groups, traits.compute_bytes);
-    plan.norms_at = take(plan.unit_channels, 3 * traits.compute_bytes);
+    plan.norms_at = take(plan.unit_channels, 4 * traits.compute_bytes);
   }
   plan.shared_bytes = bytes;
 }
@@ -119,7 +118,7 @@ inline void set_piece(TensorPlan& plan, const TensorTraits& traits, const Tensor
   plan.units = unit_channels < of_group ? shape.groups * plan.units_per_group
                                         : divide_up(shape.channels, unit_channels);
   plan.slices = divide_up(shape.pixels, slice_pixels);
-  set_threads(plan, traits, shape);
+  set_threads(plan, shape);
   set_shared_memory(plan, traits);
 }
 
@@ -135,26 +134,31 @@ inline int64_t channels_of_groups(const TensorShape& shape, int64_t least, int w
 }
 
 // Every group, or every sample where the channels are reduced, in the shared memory of a block, or of a
-// cluster of blocks.
+// cluster of blocks. strip_bytes: of neighbouring channels, at the least, where channels are last.
 inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
-                          const Card& card) {
+                          const Card& card, int strip_bytes) {
   constexpr int64_t kBytes = 48 * 1024;  // of a block's values, where a cluster may have so many blocks
-  constexpr int kStripBytes = 64;        // of neighbouring channels, so that whole sectors are read
-  const int width = plan.whole_vectors ? traits.vector : 1;
-  const int64_t strip = shape.channels_last ? kStripBytes / traits.element_bytes : 1;
-  const int64_t channels = traits.reduces_channels
-                               ? shape.channels
-                               : channels_of_groups(shape, strip, shape.channels_last ? width : 1);
+  const bool last = shape.channels_last;
+  const int64_t channels =
+      traits.reduces_channels
+          ? shape.channels
+          : channels_of_groups(shape, last ? strip_bytes / traits.element_bytes : 1, last ? plan.width : 1);
   const int most_blocks = card.capability >= 90 ? 8 : 1;
   const int64_t bytes = channels * shape.pixels * traits.kept_bytes;
   if (bytes > int64_t(most_blocks) * card.shared_bytes) return false;
 
-  const int64_t unit = std::lcm(shape.window_pixels, int64_t(shape.channels_last ? 1 : width));
-  const int64_t blocks = std::min<int64_t>(divide_up(bytes, kBytes), most_blocks);
+  const int64_t unit = std::lcm(shape.window_pixels, int64_t(last ? 1 : plan.width));
+  const int blocks = power_of_two_from(divide_up(bytes, kBytes), most_blocks);
   const int64_t slice = round_up(divide_up(shape.pixels, blocks), unit);
   set_piece(plan, traits, shape, channels, std::min(slice, shape.pixels));
   plan.resident = plan.shared_bytes <= card.shared_bytes;
   return plan.resident;
+}
+
+// Whole lines of memory if possible, else whole sectors at least.
+inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
+                          const Card& card) {
+  return plan_resident(plan, traits, shape, card, 128) || plan_resident(plan, traits, shape, card, 32);
 }
 
 // Pieces small enough that several blocks share a multiprocessor: while some load, others compute.
@@ -167,7 +171,7 @@ inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const Tens
     const int64_t groups = std::min(std::max<int64_t>(kMostChannels / of_group, 1), shape.groups);
     const int64_t channels = std::min(groups * of_group, kMostChannels);
     const int64_t first = of_group > channels ? of_group : channels;  // channels of pieces start at multiples
-    if (channels < shape.channels && first % traits.vector != 0) plan.whole_vectors = false;
+    if (channels < shape.channels && first % plan.width != 0) plan.width = 1;
     set_piece(plan, traits, shape, channels, std::min(std::max<int64_t>(values / channels, 1), shape.pixels));
   } else {
     const int64_t pixels = std::min(values, shape.pixels);
@@ -176,15 +180,22 @@ inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const Tens
   }
 }
 
+// Elements of the widest load that divides the tensor's rows: of 16 bytes or, without channels last, of 8.
+inline int widest_load(const TensorTraits& traits, const TensorShape& shape) {
+  const int64_t row = shape.channels_last ? shape.channels : shape.pixels;
+  if (row % traits.vector == 0) return traits.vector;
+  return !shape.channels_last && row % (traits.vector / 2) == 0 ? traits.vector / 2 : 1;
+}
+
 // aligned: wide loads and stores may start where the tensors start. It changes no partition.
 inline TensorPlan plan_tensor(const TensorTraits& traits, const TensorShape& shape, bool aligned,
                               const Card& card) {
   TensorPlan plan{};
-  plan.whole_vectors = (shape.channels_last ? shape.channels : shape.pixels) % traits.vector == 0;
+  plan.width = widest_load(traits, shape);
   if (!traits.needs_statistics || !plan_resident(plan, traits, shape, card)) plan_pieces(plan, traits, shape);
-  if (!aligned && plan.whole_vectors) {
-    plan.whole_vectors = false;
-    set_threads(plan, traits, shape);
+  if (!aligned && plan.width > 1) {
+    plan.width = 1;
+    set_threads(plan, shape);
     set_shared_memory(plan, traits);
   }
   return plan;

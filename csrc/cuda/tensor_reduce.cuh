@@ -48,29 +48,30 @@ struct LogSumExp {
     most = highest;
   }
 
+  // Those of so many neighbouring lanes, of which all get the result.
+  __device__ void add_lanes(int lanes) {
+    for (int distance = 1; distance < lanes; distance *= 2)
+      add(LogSumExp{__shfl_xor_sync(~0u, most, distance), __shfl_xor_sync(~0u, sum, distance)});
+  }
+
   __device__ T value() const { return isinf(most) ? most : most + log(sum); }
 };
 
-// logsumexp of value(c) over the channels, which so many neighbouring lanes share; all of them get it. All
-// lanes of the warp must come here: those that have nothing, with 0 channels.
+// Of value(c) over every step-th of the channels.
 template <class T, class Index, class Value>
-__device__ T channel_logsumexp(Index channels, int lanes, const Value& value) {
+__device__ LogSumExp<T> channel_logsumexp(Index channels, int first, int step, const Value& value) {
   constexpr int kChunk = 32 / int(sizeof(T));  // so many loads are on their way at a time
   LogSumExp<T> result;
-  for (Index first = threadIdx.x % lanes; first < channels; first += kChunk * lanes) {
+  for (Index chunk = first; chunk < channels; chunk += kChunk * step) {
     T x[kChunk];
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
-      const Index c = first + k * lanes;
+      const Index c = chunk + k * step;
       x[k] = c < channels ? value(c) : -T(INFINITY);
     }
     result.add(x);
   }
-  for (int distance = 1; distance < lanes; distance *= 2) {
-    result.add(LogSumExp<T>{__shfl_xor_sync(~0u, result.most, distance),
-                            __shfl_xor_sync(~0u, result.sum, distance)});
-  }
-  return result.value();
+  return result;
 }
 
 // Lanes that share a pixel's channels: neighbours, where the channels are.
