@@ -27,7 +27,7 @@ class PieceOfChain {
   __device__ explicit PieceOfChain(const TensorWork<T>& work)
       : work_(work),
         plan_(work.plan),
-        piece_(piece_of(work.shape, work.plan, block_index())),
+        piece_(piece_of_block(work.shape, work.plan)),
         share_(work.plan, work.shape.channels_last) {}
 
   __device__ void run() {
@@ -61,6 +61,12 @@ class PieceOfChain {
 
   // ---- where things are ----
 
+  // Known when compiled, unless each load takes one element.
+  __device__ bool channels_last() const {
+    if constexpr (kCount > 1) return kOfChannels;
+    return work_.shape.channels_last;
+  }
+
   __device__ Kept* tile() const { return reinterpret_cast<Kept*>(shared_memory); }
   __device__ Deviations<T>* sums() const {
     return reinterpret_cast<Deviations<T>*>(shared_memory + plan_.sums_at);
@@ -70,7 +76,7 @@ class PieceOfChain {
   __device__ Norm<T>* own_norms() const { return reinterpret_cast<Norm<T>*>(shared_memory + plan_.norms_at); }
 
   __device__ int tile_offset(int c, int p) const {
-    return work_.shape.channels_last ? p * plan_.unit_channels + c : c * plan_.slice_pixels + p;
+    return channels_last() ? p * plan_.unit_channels + c : c * plan_.slice_pixels + p;
   }
   // In the tensor. The output has the same place where all values are stored.
   __device__ int64_t offset(int c, int p) const {
@@ -78,7 +84,7 @@ class PieceOfChain {
     const int64_t channel = piece_.channel + c;
     const int64_t pixel = piece_.pixel + p;
     return piece_.sample * shape.channels * shape.pixels +
-           (shape.channels_last ? pixel * shape.channels + channel : channel * shape.pixels + pixel);
+           (channels_last() ? pixel * shape.channels + channel : channel * shape.pixels + pixel);
   }
 
   __device__ bool cuts_groups() const { return plan_.units_per_group > 1; }
@@ -101,6 +107,9 @@ class PieceOfChain {
 
   __device__ void load() const {
     const In* const input = static_cast<const In*>(work_.input);
+    if constexpr (Chain::kKeepsConv && kCount == 1) {
+      if (is_run()) return copy_run(input + offset(0, 0));
+    }
     share_.for_each_channel(piece_, [&](int c) {
       if constexpr (Chain::kKeepsConv) {
         share_.for_each_pixel(
@@ -112,8 +121,27 @@ class PieceOfChain {
     if (Chain::kKeepsConv) wait_for_copies();
   }
 
+  // Whether the piece is one run of memory that wide loads may start with.
+  __device__ bool is_run() const {
+    const bool whole_rows =
+        channels_last() ? piece_.channels == work_.shape.channels : piece_.pixels == work_.shape.pixels;
+    const In* const first = static_cast<const In*>(work_.input) + offset(0, 0);
+    return whole_rows && reinterpret_cast<uintptr_t>(first) % kVectorBytes == 0;
+  }
+
+  __device__ void copy_run(const In* from) const {
+    constexpr int kWide = kVectorBytes / int(sizeof(In));
+    const int count = piece_.channels * piece_.pixels;
+    const int wide_count = count / kWide * kWide;
+    for (int i = threadIdx.x * kWide; i < wide_count; i += blockDim.x * kWide)
+      copy_pack<kWide>(tile() + i, from + i);
+    for (int i = wide_count + threadIdx.x; i < count; i += blockDim.x) copy_pack<1>(tile() + i, from + i);
+    wait_for_copies();
+    __syncthreads();
+  }
+
   __device__ void load_and_apply_pre(const In* input, int c) const {
-    constexpr int kBatch = 4;  // so many loads are on their way at a time
+    constexpr int kBatch = kCount > 4 ? 2 : 4;  // loads on their way at a time, as far as registers go
     const Parameters parameters = parameters_at(c);
     for (int first = share_.pixel; first < piece_.pixels; first += kBatch * share_.pixel_step) {
       Pack<In, kCount> x[kBatch];
@@ -296,10 +324,9 @@ class PieceOfChain {
     const int pooled_cols = cols / window_cols;
     const int64_t first_row = piece_.pixel / work_.shape.window_pixels;
     for (int i = threadIdx.x; i < piece_.channels * pooled_rows * pooled_cols; i += blockDim.x) {
-      const bool channels_last = work_.shape.channels_last;
       const int pooled = pooled_rows * pooled_cols;
-      const int c = channels_last ? i % piece_.channels : i / pooled;
-      const int window = channels_last ? i / piece_.channels : i % pooled;
+      const int c = channels_last() ? i % piece_.channels : i / pooled;
+      const int window = channels_last() ? i / piece_.channels : i % pooled;
       const int row = window / pooled_cols;
       const int col = window % pooled_cols;
       const Channel<T> channel = channel_at(c);
@@ -316,7 +343,7 @@ class PieceOfChain {
 
   __device__ void reduce_channels() const {
     const OutputMemory<In> output(work_.output);
-    const int lanes = lanes_of_channels(work_.shape.channels_last, piece_.channels);
+    const int lanes = lanes_of_channels(channels_last(), piece_.channels);
     const int pixels_at_once = blockDim.x / lanes;
     for (int first = 0; first < piece_.pixels; first += pixels_at_once) {
       const int p = first + threadIdx.x / lanes;

@@ -51,11 +51,22 @@ struct Piece {
   int pixels;
 };
 
-__device__ inline Piece piece_of(const TensorShape& shape, const TensorPlan& plan, int64_t index) {
+// Index: 32 bits, which divide faster, where they will do.
+template <class Index>
+__device__ void set_place(Piece& piece, const TensorPlan& plan, Index index) {
+  const Index rest = index / Index(plan.slices);
+  piece.slice = index % Index(plan.slices);
+  piece.unit = rest % Index(plan.units);
+  piece.sample = rest / Index(plan.units);
+}
+
+__device__ inline Piece piece_of_block(const TensorShape& shape, const TensorPlan& plan) {
   Piece piece;
-  piece.slice = index % plan.slices;
-  piece.unit = index / plan.slices % plan.units;
-  piece.sample = index / plan.slices / plan.units;
+  if (gridDim.y == 1) {
+    set_place<uint32_t>(piece, plan, blockIdx.x);
+  } else {
+    set_place<int64_t>(piece, plan, block_index());
+  }
   int64_t end = shape.channels;
   if (plan.units_per_group == 1) {
     piece.channel = piece.unit * plan.unit_channels;

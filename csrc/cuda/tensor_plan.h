@@ -158,7 +158,10 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
 // Whole lines of memory if possible, else whole sectors at least.
 inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
                           const Card& card) {
-  return plan_resident(plan, traits, shape, card, 128) || plan_resident(plan, traits, shape, card, 32);
+  for (const int strip_bytes : {128, 64, 32}) {
+    if (plan_resident(plan, traits, shape, card, strip_bytes)) return true;
+  }
+  return false;
 }
 
 // Pieces small enough that several blocks share a multiprocessor: while some load, others compute.
