@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kPointwiseThreads)
     tensor_pointwise(const __grid_constant__ Tensor x, const __grid_constant__ Tensor output,
                      const Norm<T>* norms, const __grid_constant__ Arguments arguments,
                      int64_t blocks_per_plane) {
+  static_assert(!Chain::Post::kReadsConv, "the conv's output is not here");
   const int64_t plane = block_index() / blocks_per_plane;
   const int64_t channels = x.size[1];
   if (plane >= x.size[0] * channels) return;
@@ -79,6 +80,13 @@ cudaError_t launch_pointwise(const Tensor& x, const Tensor& output, const Norm<T
   tensor_pointwise<Chain, T><<<grid_of(x.size[0] * x.size[1] * blocks, 1), kPointwiseThreads, 0, stream>>>(
       x, output, norms, arguments, blocks);
   return cudaGetLastError();
+}
+
+// Loads its kernel onto the current device.
+template <class Chain, class T>
+cudaError_t load_pointwise() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, tensor_pointwise<Chain, T>);
 }
 
 }  // namespace FUSEDCONV_TARGET
