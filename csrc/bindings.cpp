@@ -23,8 +23,8 @@ namespace {
 
 using Pair = std::array<int64_t, 2>;
 using Quad = std::array<int64_t, 4>;
-using PyForm = std::tuple<int, Quad, Quad>;           // dtype, sizes, strides
-using PyConv = std::tuple<PyForm, Pair, Pair, Pair>;  // weight, stride, padding, dilation
+using PyForm = std::tuple<int, Quad, Quad>;                 // dtype, sizes, strides
+using PyConv = std::tuple<PyForm, Pair, Pair, Pair, bool>;  // weight, stride, padding, dilation, tf32
 // num_groups, eps, pool_size, clamp_min, clamp_max
 using PyNumbers = std::tuple<int64_t, double, Pair, double, double>;
 
@@ -39,12 +39,9 @@ Tensor to_tensor(const PyForm& from) {
 }
 
 Conv to_conv(const PyConv& from) {
-  const auto& [weight, stride, padding, dilation] = from;
-  return {to_tensor(weight),
-          nullptr,
-          {stride[0], stride[1]},
-          {padding[0], padding[1]},
-          {dilation[0], dilation[1]}};
+  const auto& [weight, stride, padding, dilation, tf32] = from;
+  return {to_tensor(weight),          nullptr, {stride[0], stride[1]}, {padding[0], padding[1]},
+          {dilation[0], dilation[1]}, tf32};
 }
 
 Arguments to_arguments(const PyNumbers& from) {
@@ -78,9 +75,21 @@ class Launch {
     run(pointers, output, [&](const Problem& problem) { run_on_cpu(cpu_kernel_, problem, threads); });
   }
 
-  void on_cuda(const std::vector<uintptr_t>& pointers, uintptr_t output, int device, uintptr_t stream) const {
+  // Bytes of memory that a run on this device wants and the plan in words; -1 where the conv is left to
+  // PyTorch.
+  std::pair<int64_t, std::string> prepare_cuda(int device) {
+    Problem problem = problem_;
+    if (conv_) problem.conv = &*conv_;
+    cuda_ = prepare_on_cuda(chain_, problem, device);
+    return {cuda_->runs ? int64_t(cuda_->workspace) : -1, cuda_->plan};
+  }
+
+  void on_cuda(const std::vector<uintptr_t>& pointers, uintptr_t output, uintptr_t workspace,
+               uintptr_t stream) const {
+    if (!cuda_ || !cuda_->runs)
+      throw std::invalid_argument("fusedconv: this launch is not prepared for CUDA");
     run(pointers, output,
-        [&](const Problem& problem) { run_on_cuda(chain_, problem, device, pointer(stream)); });
+        [&](const Problem& problem) { cuda_->run(problem, pointer(workspace), pointer(stream)); });
   }
 
  private:
@@ -115,6 +124,7 @@ class Launch {
   Kernel cpu_kernel_;  // every chain has one
   std::vector<size_t> slots_;
   std::optional<Conv> conv_;
+  std::optional<CudaLaunch> cuda_;
   Problem problem_;
 };
 
@@ -136,7 +146,8 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<const std::string&, const std::vector<std::string>&, const PyForm&,
                     const std::optional<PyConv>&, const PyNumbers&, const PyForm&>())
       .def("on_cpu", &Launch::on_cpu)
-      .def("on_cuda", &Launch::on_cuda);
+      .def("on_cuda", &Launch::on_cuda)
+      .def("prepare_cuda", &Launch::prepare_cuda);
   module.def("cuda_chains", [] { return py::tuple(py::cast(cuda_chains())); });
   module.def("cuda_status", &cuda_status);
   module.def("build_info", &build_info);

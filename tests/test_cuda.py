@@ -27,6 +27,10 @@ def on(own: dict[str, Any], device: str = "cuda") -> dict[str, Any]:
     return map_tensors(own, lambda t: t.to(device))
 
 
+def _runs_our_kernels(row: Row) -> bool:
+    return row.chain in _C.cuda_chains() and not _C.cuda_status(torch.cuda.current_device())
+
+
 def check(row: Row, v: Tensor, own: dict[str, Any]) -> Tensor:
     """The chain on a CUDA tensor against float64 and exact eager on the same device."""
     with torch.no_grad():
@@ -72,7 +76,7 @@ def test_conv_in_each_dtype_and_layout(row: Row, dtype: torch.dtype, layout: tor
 
 def test_the_kernel_runs_where_it_should() -> None:
     """relu_hardswish on a CUDA tensor is one kernel of ours, if this build can run here."""
-    if "relu_hardswish" not in _C.cuda_chains() or _C.cuda_status(torch.cuda.current_device()):
+    if not _runs_our_kernels(RELU_HARDSWISH):
         pytest.skip("this build has no CUDA kernels for this device")
     v = torch.randn(2, 8, 16, 16, device="cuda")
     torch.ops.fusedconv.relu_hardswish(v)
@@ -305,8 +309,37 @@ def test_row_29_same_bits_in_each_run_batch_and_mode(dtype: torch.dtype) -> None
         torch.use_deterministic_algorithms(True)
         assert same_bits(y, row.chain_op(v, own))
         torch.use_deterministic_algorithms(False)
-        if row is RELU_HARDSWISH:
+        if _runs_our_kernels(row):
             assert same_bits(y[2:3], row.chain_op(v[2:3].clone(), own))
+
+
+# Channels, height and width of samples that are kept on chip by one block, by a cluster of blocks, or not at all.
+SCHEDULES = ((16, 8, 8), (32, 64, 64), (8, 126, 126), (24, 14, 14), (520, 7, 7), (16, 640, 512))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@all_rows
+def test_every_schedule(row: Row, dtype: torch.dtype, layout: torch.memory_format) -> None:
+    """Right, and the same bits wherever in whatever batch a sample stands."""
+    gen = generator("schedules", row.chain, dtype)
+    for channels, height, width in SCHEDULES:
+        own = on(draw_own(row, channels, gen, dtype=dtype))
+        v = randn(gen, 3, channels, height, width).to("cuda", dtype).contiguous(memory_format=layout)
+        y = check(row, v, own)
+        if _runs_our_kernels(row):
+            last = v[2:].clone(memory_format=layout)
+            assert same_bits(y[2:], row.chain_op(last, own)), (channels, height, width)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("size", [64, 1024])
+@all_rows
+def test_a_mean_much_larger_than_the_deviation(row: Row, size: int, layout: torch.memory_format) -> None:
+    gen = generator("mean", row.chain)
+    own = on(draw_own(row, 4, gen))
+    v = (randn(gen, 2, 4, size, size) * 0.01 + 100).cuda().contiguous(memory_format=layout)
+    check(row, v, own)
 
 
 def test_errors_name_the_operator() -> None:
@@ -342,5 +375,5 @@ def test_memory_of_a_call_is_its_output() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     y = torch.ops.fusedconv.relu_hardswish(v)
-    if "relu_hardswish" in _C.cuda_chains() and not _C.cuda_status(torch.cuda.current_device()):
+    if _runs_our_kernels(RELU_HARDSWISH):
         assert torch.cuda.max_memory_allocated() - before <= y.numel() * y.element_size() + 512

@@ -1,4 +1,5 @@
-// Every chain's name, as Python and the backends call it. Each name has a file <name>.cpp in cpu/.
+// Every chain's name, as Python and the backends call it. Each name has a file in cpu/
+// and one in cuda/.
 #pragma once
 
 #define FUSEDCONV_FOR_EACH_CHAIN(X)  \

@@ -5,6 +5,8 @@
 #include "conv_passes.cuh"
 #include "conv_plan.h"
 #include "conv_weights.cuh"
+#include "tensor_pointwise.cuh"
+#include "workspace.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -16,19 +18,6 @@ using cuda::ConvSource;
 template <class Chain>
 constexpr cuda::ChainTraits kChainTraits{Chain::kNeedsStatistics, Chain::Reduce::kPools,
                                          Chain::Reduce::kReducesChannels};
-
-// The memory that passes hand on to each other; one allocation.
-struct Workspace {
-  size_t bytes = 0;
-
-  template <class T>
-  T* take(void* base, int64_t count) {
-    constexpr size_t kAlignment = 256;
-    T* at = reinterpret_cast<T*>(static_cast<uint8_t*>(base) + bytes);
-    bytes += (count * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
-    return at;
-  }
-};
 
 template <class Chain>
 struct ConvChain {
@@ -44,6 +33,7 @@ struct ConvChain {
 
   static cudaError_t launch(const Problem& problem, const ConvPlan& plan, void* workspace, const Card& card,
                             cudaStream_t stream) {
+    if (element_count(problem.output) == 0) return cudaSuccess;
     const ConvProblem p = conv_problem(problem, plan, workspace).first;
     cudaError_t status = cudaErrorInvalidValue;
     visit_modes(problem, plan.source, [&](auto source, auto mode) {
@@ -80,9 +70,11 @@ struct ConvChain {
     };
     load_source(Sm80{});
     load_source(Sm90a{});
-    if (status == cudaSuccess && Chain::kNeedsStatistics) {
-      cudaFuncAttributes attributes;
+    cudaFuncAttributes attributes;
+    if (status == cudaSuccess && Chain::kNeedsStatistics)
       status = cudaFuncGetAttributes(&attributes, group_norm_statistics<float>);
+    if constexpr (kPools) {
+      if (status == cudaSuccess) status = load_pointwise<Chain, float>();
     }
     return status;
   }
@@ -108,18 +100,17 @@ struct ConvChain {
                   nullptr,
                   nullptr};
     p.tiling.reads_vectors &= reinterpret_cast<uintptr_t>(problem.input.data) % kUnitBytes == 0;
-    Workspace workspace;
+    Workspace workspace(base);
     const int64_t channels = int64_t(p.samples) * t.out_channels;
     const int64_t packed_bytes = int64_t(2) * t.weights_bytes * t.chunks * t.row_blocks;
-    p.packed = workspace.take<uint4>(base, packed_bytes / kUnitBytes);
-    p.exponents = workspace.take<int>(base, t.row_blocks * kRows);
+    p.packed = workspace.take<uint4>(packed_bytes / kUnitBytes);
+    p.exponents = workspace.take<int>(t.row_blocks * kRows);
     if (Chain::kNeedsStatistics) {
-      p.parts = workspace.take<Part<float>>(base, channels * parts_per_channel(t));
-      p.norms = workspace.take<Norm<float>>(base, channels);
+      p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
+      p.norms = workspace.take<Norm<float>>(channels);
     }
-    if (kPools)
-      p.pooled = workspace.take<float>(base, channels * problem.output.size[2] * problem.output.size[3]);
-    return {p, workspace.bytes};
+    if (kPools) p.pooled = workspace.take<float>(channels * problem.output.size[2] * problem.output.size[3]);
+    return {p, workspace.bytes()};
   }
 
   template <class Visit>

@@ -1,6 +1,7 @@
 #include "entry.h"
 
-#include <cstring>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 #include "context_guard.h"
@@ -10,12 +11,33 @@
 namespace fusedconv {
 namespace {
 
-const cuda::Kernel* find_kernel(const std::string& chain) {
+const cuda::Kernel& find_kernel(const std::string& chain) {
 #define FUSEDCONV_MATCH(name) \
-  if (chain == #name) return &cuda::name;
-  FUSEDCONV_FOR_EACH_CUDA_CHAIN(FUSEDCONV_MATCH)
+  if (chain == #name) return cuda::name;
+  FUSEDCONV_FOR_EACH_CHAIN(FUSEDCONV_MATCH)
 #undef FUSEDCONV_MATCH
-  return nullptr;
+  throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "'");
+}
+
+int attribute_of(int device, cudaDeviceAttr attribute) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+// Looked up once for each device.
+cuda::Card card_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, cuda::Card> cards;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = cards.find(device);
+  if (found != cards.end()) return found->second;
+  const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
+                         attribute_of(device, cudaDevAttrComputeCapabilityMinor);
+  const cuda::Card card{capability, attribute_of(device, cudaDevAttrMultiProcessorCount),
+                        attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+  cards.emplace(device, card);
+  return card;
 }
 
 // A capture on any thread forbids what loading code may do, unless this thread says that it does not mind.
@@ -30,10 +52,10 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-cudaError_t load_all_kernels() {
+cudaError_t load_all_kernels(const cuda::Card& card) {
   const RelaxedCapture relaxed;
   for (const std::string& chain : cuda_chains()) {
-    const cudaError_t status = find_kernel(chain)->load();
+    const cudaError_t status = find_kernel(chain).load(card);
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
@@ -63,7 +85,7 @@ std::string reason_against(int device) {
   }
   try {
     const ContextGuard guard(device);
-    const cudaError_t status = load_all_kernels();
+    const cudaError_t status = load_all_kernels(card_of(device));
     if (status == cudaSuccess) return "";
     return describe(device) + ", fusedconv was built for " + cuda_architectures() + " (" +
            cudaGetErrorString(status) + ")";
@@ -79,7 +101,7 @@ std::string cuda_architectures() { return FUSEDCONV_CUDA_ARCHITECTURE_LIST; }
 
 std::vector<std::string> cuda_chains() {
 #define FUSEDCONV_NAME(name) #name,
-  return {FUSEDCONV_FOR_EACH_CUDA_CHAIN(FUSEDCONV_NAME)};
+  return {FUSEDCONV_FOR_EACH_CHAIN(FUSEDCONV_NAME)};
 #undef FUSEDCONV_NAME
 }
 
@@ -89,11 +111,21 @@ std::string cuda_status(int device) {
   return reason;
 }
 
-void run_on_cuda(const std::string& chain, const Problem& problem, int device, void* stream) {
-  const cuda::Kernel* kernel = find_kernel(chain);
-  if (kernel == nullptr) throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "'");
-  const ContextGuard guard(device);
-  check_cuda(kernel->launch(problem, static_cast<cudaStream_t>(stream)), "launch of " + chain);
+CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device) {
+  const cuda::Kernel& kernel = find_kernel(chain);
+  const cuda::Card card = card_of(device);
+  cuda::ConvPlan plan{};
+  if (problem.conv != nullptr) {
+    plan = kernel.plan(problem, card);
+    if (plan.source == cuda::ConvSource::kNone) return {false, plan.reason, 0, {}};
+  }
+  const auto run = [chain, &kernel, card, plan, device](const Problem& pointers, void* workspace,
+                                                        void* stream) {
+    const ContextGuard guard(device);
+    check_cuda(kernel.launch(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)),
+               "launch of " + chain);
+  };
+  return {true, plan.reason, kernel.workspace(problem, plan, card), run};
 }
 
 }  // namespace fusedconv

@@ -1,6 +1,8 @@
 // The CUDA backend as the rest sees it; entry_absent.cpp answers for a build without CUDA.
 #pragma once
 
+#include <cstddef>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -14,8 +16,16 @@ std::vector<std::string> cuda_chains();
 // Empty if the device can run this build's kernels, else the reason.
 std::string cuda_status(int device);
 
-// Queues a chain on a stream of a device. Throws std::invalid_argument for a chain without a kernel and
-// std::runtime_error, with CUDA's message, if the launch fails.
-void run_on_cuda(const std::string& chain, const Problem& problem, int device, void* stream);
+// A chain that is ready to run on one device, for problems that differ in their pointers only.
+struct CudaLaunch {
+  bool runs;         // false: the conv is left to PyTorch
+  std::string plan;  // in words
+  size_t workspace;  // bytes of memory on the device that a run wants, at a multiple of 256
+  // Queues it on a stream. Throws std::runtime_error, with CUDA's message, if that fails.
+  std::function<void(const Problem& problem, void* workspace, void* stream)> run;
+};
+
+// Throws std::invalid_argument for a chain without a kernel.
+CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device);
 
 }  // namespace fusedconv

@@ -9,7 +9,7 @@ std::string cuda_architectures() { return ""; }
 std::vector<std::string> cuda_chains() { return {}; }
 std::string cuda_status(int) { return "fusedconv was built without CUDA"; }
 
-void run_on_cuda(const std::string& chain, const Problem&, int, void*) {
+CudaLaunch prepare_on_cuda(const std::string& chain, const Problem&, int) {
   throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "': built without CUDA");
 }
 

@@ -1,3 +1,3 @@
-#include "one_pass.cuh"
+#include "run_chain.cuh"
 
-FUSEDCONV_CUDA_ONE_PASS_CHAIN(relu_hardswish, ReluHardswish)
+FUSEDCONV_CUDA_CHAIN(relu_hardswish, ReluHardswish)

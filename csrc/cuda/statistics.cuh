@@ -10,7 +10,7 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// The moments of a part of a channel, in the compute type.
+// The moments of a part of a group.
 template <class T>
 struct Part {
   T count;
@@ -18,9 +18,9 @@ struct Part {
   T m2;  // sum of squared deviations from the mean
 };
 
-// GroupNorm of one channel of one sample: (x - mean) * scale + shift.
+// GroupNorm of one channel of one sample: (x - mean) * scale + shift. Aligned so that one load gets it.
 template <class T>
-struct Norm {
+struct alignas(4 * sizeof(T)) Norm {
   T mean;
   T scale;
   T shift;
@@ -49,18 +49,17 @@ __device__ inline Moments combine_lanes(Moments moments) {
   return moments;
 }
 
-// A block for each group of each sample. parts is [N][C][parts_per_channel], norms is [N][C].
-template <class T>
+// A block for each group of each sample. parts is [N][groups][parts_per_group], norms is [N][C].
+template <class T, class P = T>
 __global__ void __launch_bounds__(kNormThreads)
-    group_norm_statistics(const Part<T>* parts, int64_t parts_per_channel, int64_t channels, int64_t groups,
+    group_norm_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t channels, int64_t groups,
                           int64_t group_channels, Arguments arguments, Norm<T>* norms) {
   constexpr int kWarps = kNormThreads / kWarpThreads;
   __shared__ Moments of_warp[kWarps];
-  const int64_t count = group_channels * parts_per_channel;
   for (int64_t group = blockIdx.x; group < groups; group += gridDim.x) {
     Moments moments{};
-    for (int64_t i = threadIdx.x; i < count; i += kNormThreads) {
-      const Part<T> part = parts[group * count + i];
+    for (int64_t i = threadIdx.x; i < parts_per_group; i += kNormThreads) {
+      const Part<P> part = parts[group * parts_per_group + i];
       moments = combine(moments, {double(part.count), double(part.mean), double(part.m2)});
     }
     moments = combine_lanes(moments);
@@ -81,17 +80,27 @@ __global__ void __launch_bounds__(kNormThreads)
   }
 }
 
-// Queues it for a tensor of N samples.
+// Queues it for a tensor of N samples, whose groups have so many parts each.
+template <class T, class P>
+cudaError_t launch_group_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t samples,
+                                    int64_t channels, const Arguments& arguments, Norm<T>* norms,
+                                    cudaStream_t stream) {
+  constexpr int64_t kMostBlocks = 1 << 16;
+  const int64_t groups = samples * arguments.num_groups;
+  const int blocks = int(groups < kMostBlocks ? groups : kMostBlocks);
+  group_norm_statistics<T, P><<<blocks, kNormThreads, 0, stream>>>(
+      parts, parts_per_group, channels, groups, channels / arguments.num_groups, arguments, norms);
+  return cudaGetLastError();
+}
+
+// The same for parts of channels: parts is [N][C][parts_per_channel].
 template <class T>
 cudaError_t launch_statistics(const Part<T>* parts, int64_t parts_per_channel, int64_t samples,
                               int64_t channels, const Arguments& arguments, Norm<T>* norms,
                               cudaStream_t stream) {
-  constexpr int64_t kMostBlocks = 1 << 16;
-  const int64_t groups = samples * arguments.num_groups;
-  const int blocks = int(groups < kMostBlocks ? groups : kMostBlocks);
-  group_norm_statistics<T><<<blocks, kNormThreads, 0, stream>>>(
-      parts, parts_per_channel, channels, groups, channels / arguments.num_groups, arguments, norms);
-  return cudaGetLastError();
+  const int64_t group_channels = channels / arguments.num_groups;
+  return launch_group_statistics<T>(parts, parts_per_channel * group_channels, samples, channels, arguments,
+                                    norms, stream);
 }
 
 }  // namespace FUSEDCONV_TARGET

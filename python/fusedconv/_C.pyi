@@ -6,8 +6,8 @@ from collections.abc import Sequence
 Form = tuple[int, Sequence[int], Sequence[int]]
 """dtype code, sizes (N, C, H, W), strides in elements."""
 
-Conv = tuple[Form, Sequence[int], Sequence[int], Sequence[int]]
-"""weight, stride, padding, dilation."""
+Conv = tuple[Form, Sequence[int], Sequence[int], Sequence[int], bool]
+"""weight, stride, padding, dilation, and whether float32 products of TF32 precision will do."""
 
 Numbers = tuple[int, float, Sequence[int], float, float]
 """num_groups (0: no norm), eps, pool_size (1, 1: no pool), clamp_min (-inf: none), clamp_max (inf: none)."""
@@ -34,7 +34,12 @@ class Launch:
         contiguous elements of the compute type."""
 
     def on_cpu(self, pointers: Sequence[int], output: int, threads: int, /) -> None: ...
-    def on_cuda(self, pointers: Sequence[int], output: int, device: int, stream: int, /) -> None: ...
+    def prepare_cuda(self, device: int, /) -> tuple[int, str]:
+        """Plans the launch for a device. Gives the bytes of memory that each run wants, -1 where the conv is left to
+        PyTorch, and the plan of a conv in words."""
+
+    def on_cuda(self, pointers: Sequence[int], output: int, workspace: int, stream: int, /) -> None:
+        """On the device that it was prepared for. ``workspace``: memory at a multiple of 256, or 0 if it wants none."""
 
 def cuda_chains() -> tuple[str, ...]: ...
 def cuda_status(device: int, /) -> str: ...

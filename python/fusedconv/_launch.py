@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +16,9 @@ from torch import Tensor
 from . import _C
 from ._conv import GEOMETRY
 from .chains import Chain
+from .config import get_float32_precision
+
+_log = logging.getLogger("fusedconv")
 
 _CODES = {
     torch.float32: _C.FLOAT32,
@@ -58,17 +63,52 @@ def _runs_directly(input: Tensor, weight: Tensor, groups: int) -> bool:
     return input.dtype is torch.float64 or math.prod(weight.shape[1:]) <= _MOST_PRODUCTS
 
 
+# The same on CUDA, where PyTorch's flags let cuDNN use TF32: our exact products are three.
+_MOST_EXACT_PRODUCTS = 256
+
+
+def _prefers_two_steps(input: Tensor, weight: Tensor, groups: int, precision: str) -> str:
+    """Why PyTorch's conv runs on CUDA; empty if our own may."""
+    if groups != 1:
+        return "two-step, groups"
+    forced = os.environ.get("FUSEDCONV_CUDA_PATH") == "direct"  # for tests
+    exact = precision == "default" and input.dtype is torch.float32 and torch.backends.cudnn.allow_tf32
+    if exact and math.prod(weight.shape[1:]) > _MOST_EXACT_PRODUCTS and not forced:
+        return "two-step, many products"
+    return ""
+
+
+def _by_setting(runs: Mapping[str, Run]) -> Run:
+    """The setting counts when the call is made."""
+    return lambda args: runs[get_float32_precision()](args)
+
+
 def _freed(name: str) -> NoReturn:
     """No pointer to a tensor that has elements."""
     raise RuntimeError(f"{name} has no memory: its storage was freed")
 
 
 Run = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, launches, gives the output
-Start = Callable[[_C.Launch, list[int], int], None]  # takes the tensors' pointers, and the output's
+Start = Callable[[list[int], int], None]  # takes the tensors' pointers, and the output's
 
 
-def _start_on_cpu(launch: _C.Launch, pointers: list[int], output: int) -> None:
-    launch.on_cpu(pointers, output, torch.get_num_threads())
+def _on_cpu(launch: _C.Launch) -> Start:
+    return lambda pointers, output: launch.on_cpu(pointers, output, torch.get_num_threads())
+
+
+def _on_cuda(launch: _C.Launch, device: int, workspace_bytes: int) -> Start:
+    current_stream = torch._C._cuda_getCurrentRawStream
+    if not workspace_bytes:
+        return lambda pointers, output: launch.on_cuda(pointers, output, 0, current_stream(device))
+    empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
+
+    def start(pointers: list[int], output: int) -> None:
+        workspace = empty.new_empty(
+            workspace_bytes
+        )  # freed on return: only later work of this stream gets it
+        launch.on_cuda(pointers, output, workspace.data_ptr(), current_stream(device))
+
+    return start
 
 
 class Launcher:
@@ -84,27 +124,49 @@ class Launcher:
         self._has_conv = has_conv
         self._names = names
 
-    def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: Run) -> Run:
+    def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: Run, precision: str | None) -> Run:
         """Our own conv, or PyTorch's and then the chain."""
         if self._has_conv and _runs_directly(args[0], args[1], groups=args[-1]):
-            stride, padding, dilation, _ = args[GEOMETRY]
-            conv = _form(args[1]), stride, padding, dilation
-            return self._prepare(args, output, _start_on_cpu, self._numbers(args), conv)
-        return self._two_steps(args, output, source, _start_on_cpu)
+            launch = self._launch(args, output, self._numbers(args), self._conv(args, tf32=False))
+            return self._prepare(launch, args, output, _on_cpu(launch))
+        return self._two_steps(args, output, source, _on_cpu)
 
-    def prepare_cuda(self, args: Sequence[Any], output: Tensor, source: Run) -> Run:
-        """PyTorch's conv, then the chain."""
+    def prepare_cuda(self, args: Sequence[Any], output: Tensor, source: Run, precision: str | None) -> Run:
+        """Our own conv, or PyTorch's and then the chain."""
         device = args[0].get_device()
 
-        def start(launch: _C.Launch, pointers: list[int], output: int) -> None:
-            launch.on_cuda(pointers, output, device, torch._C._cuda_getCurrentRawStream(device))
+        def on_device(launch: _C.Launch) -> Start:
+            return _on_cuda(launch, device, launch.prepare_cuda(device)[0])
 
-        return self._two_steps(args, output, source, start)
+        def prepare(precision: str) -> Run:
+            direct = self._direct_on_cuda(args, output, device, precision)
+            return direct or self._two_steps(args, output, source, on_device)
 
-    def _two_steps(self, args: Sequence[Any], output: Tensor, source: Run, start: Start) -> Run:
+        if not self._has_conv or args[0].dtype is not torch.float32 or precision is not None:
+            return prepare(precision or "default")
+        return _by_setting({name: prepare(name) for name in ("default", "ieee", "tf32")})
+
+    def _direct_on_cuda(self, args: Sequence[Any], output: Tensor, device: int, precision: str) -> Run | None:
+        """None where the conv is left to PyTorch. A debug log tells which, and why."""
+        if not self._has_conv:
+            return None
+        plan = _prefers_two_steps(args[0], args[1], args[-1], precision)
+        run = None
+        if not plan:
+            launch = self._launch(
+                args, output, self._numbers(args), self._conv(args, tf32=precision == "tf32")
+            )
+            workspace_bytes, plan = launch.prepare_cuda(device)
+            if workspace_bytes >= 0:
+                run = self._prepare(launch, args, output, _on_cuda(launch, device, workspace_bytes))
+        dtype = str(args[0].dtype).removeprefix("torch.")
+        _log.debug("conv2d_%s %s %s %s: %s", self._chain, list(args[0].shape), dtype, precision, plan)
+        return run
+
+    def _two_steps(
+        self, args: Sequence[Any], output: Tensor, source: Run, on_device: Callable[[_C.Launch], Start]
+    ) -> Run:
         numbers = self._numbers(args)
-        if not self._has_conv:  # v is the input
-            return self._prepare(args, output, start, numbers)
         prepared: dict[tuple[int, ...], Run] = {}
 
         def run(args: Sequence[Any]) -> Tensor:
@@ -112,29 +174,42 @@ class Launcher:
             args = (v, *args[1:])
             stride = v.stride()  # PyTorch's choice: not all that it depends on is in the signature
             if stride not in prepared:
-                prepared[stride] = self._prepare(args, output, start, numbers)
+                prepared[stride] = prepare(args)
             return prepared[stride](args)
 
-        return run
+        def prepare(args: Sequence[Any]) -> Run:
+            launch = self._launch(args, output, numbers)
+            return self._prepare(launch, args, output, on_device(launch), conv=False)
+
+        return run if self._has_conv else prepare(args)  # v is the input
+
+    def _conv(self, args: Sequence[Any], tf32: bool) -> _C.Conv:
+        stride, padding, dilation, _ = args[GEOMETRY]
+        return _form(args[1]), stride, padding, dilation, tf32
 
     def _numbers(self, args: Sequence[Any]) -> _C.Numbers:
         given = {name: a for name, a in zip(self._names, args, strict=True) if a is not None}
         num_groups, eps, pool, low, high = (given.get(name, absent) for name, absent in _NUMBERS.items())
         return num_groups, eps, tuple(pool), low, high
 
-    def _prepare(
-        self,
-        args: Sequence[Any],
-        output: Tensor,
-        start: Start,
-        numbers: _C.Numbers,
-        conv: _C.Conv | None = None,
-    ) -> Run:
-        """One launch and its output. Without ``conv`` the first argument is the conv's output."""
+    def _places(self, args: Sequence[Any], conv: bool) -> dict[str, int]:
+        """Where the tensors that a launch reads stand among the arguments."""
         place = {name: i for i, (name, a) in enumerate(zip(self._names, args, strict=False)) if a is not None}
-        names = [name for name in _TENSORS if name in place and (conv or name not in _OF_CONV)]
-        places = [place[name] for name in names]
-        launch = _C.Launch(self._chain, names, _form(args[0]), conv, numbers, _form(output))
+        return {name: place[name] for name in _TENSORS if name in place and (conv or name not in _OF_CONV)}
+
+    def _launch(
+        self, args: Sequence[Any], output: Tensor, numbers: _C.Numbers, conv: _C.Conv | None = None
+    ) -> _C.Launch:
+        """Without ``conv`` the first argument is the conv's output."""
+        names = list(self._places(args, conv is not None))
+        return _C.Launch(self._chain, names, _form(args[0]), conv, numbers, _form(output))
+
+    def _prepare(
+        self, launch: _C.Launch, args: Sequence[Any], output: Tensor, start: Start, conv: bool = True
+    ) -> Run:
+        """One launch and its output. ``conv``: whether the launch has one."""
+        place = self._places(args, conv)
+        names, places = list(place), list(place.values())
         size, stride, has_elements = output.shape, output.stride(), output.numel() > 0
         # A new one like this is quicker than one of a named dtype and device.
         empty = torch.empty(0, dtype=output.dtype, device=args[0].device)
@@ -145,10 +220,10 @@ class Launcher:
                 pointers = [args[i].data_ptr() for i in places]
                 if not all(pointers):  # to a kernel 0 would mean that the argument is absent
                     _freed(names[pointers.index(0)])
-                start(launch, pointers, output.data_ptr())
+                start(pointers, output.data_ptr())
             return output
 
-        channels = args[0].shape[1] if conv is None else args[1].shape[0]
+        channels = args[1].shape[0] if conv else args[0].shape[1]
         compute = compute_dtype(args[0].dtype)
 
         def is_ready(vector: Tensor) -> bool:

@@ -185,7 +185,7 @@ class Operator:
         args = self.complete(given)
         output = _empty(self.look(args, **options), torch.device("meta"))
         precision = options.get("precision")
-        run: Run = make_run(args, output, lambda args: self.source(self.complete(args), precision))
+        run: Run = make_run(args, output, lambda args: self.source(self.complete(args), precision), precision)
         if not any(isinstance(a, float) and isnan(a) for a in signature):  # NaN would never be found again
             if len(self.prepared) >= _MOST_PREPARED:
                 self.prepared.clear()

@@ -1,0 +1,237 @@
+// A chain on a given tensor, v = input: checks, plans and queues it. Reads from top to bottom.
+#pragma once
+
+#include "../core/chains.h"
+#include "tensor_copy.h"
+#include "tensor_direct.cuh"
+#include "tensor_kernel.cuh"
+#include "tensor_pointwise.cuh"
+#include "workspace.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Without gaps, in one of both layouts. The stride of a dimension of size 1 says nothing.
+inline bool is_dense(const Tensor& tensor, bool channels_last) {
+  constexpr int kOrders[2][4] = {{3, 2, 1, 0}, {1, 3, 2, 0}};
+  int64_t stride = 1;
+  for (const int d : kOrders[channels_last]) {
+    if (tensor.size[d] != 1 && tensor.stride[d] != stride) return false;
+    stride *= tensor.size[d];
+  }
+  return true;
+}
+
+inline Tensor dense_tensor(const Tensor& like, void* data, bool channels_last) {
+  const auto [n, c, h, w] = like.size;
+  if (channels_last) return {data, like.dtype, {n, c, h, w}, {c * h * w, 1, w * c, c}};
+  return {data, like.dtype, {n, c, h, w}, {c * h * w, h * w, w, 1}};
+}
+
+inline bool is_aligned(const void* data, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+}
+
+// One call on elements of one type. From a null workspace it only tells how much it needs.
+template <class Chain, class In>
+class TensorRun {
+ public:
+  using T = Compute<In>;
+
+  TensorRun(const Problem& problem, void* memory, const cuda::Card& card)
+      : problem_(problem), workspace_(memory), input_(problem.input), output_(problem.output) {
+    const bool channels_last = !fits(false) && is_dense(input_, true);
+    if (!is_dense(input_, channels_last))
+      input_ = dense_tensor(input_, workspace_.take<In>(element_count(input_)), channels_last);
+    if (kStores && !is_dense(output_, channels_last)) {
+      void* const dense = output_.dtype == input_.dtype
+                              ? static_cast<void*>(workspace_.take<In>(element_count(output_)))
+                              : static_cast<void*>(workspace_.take<T>(element_count(output_)));
+      output_ = dense_tensor(output_, dense, channels_last);
+    }
+    plan(channels_last, card);
+  }
+
+  size_t workspace_bytes() const { return workspace_.bytes(); }
+
+  cudaError_t launch(cudaStream_t stream) const {
+    if (input_.data != problem_.input.data) {
+      if (const cudaError_t status = cuda::launch_copy(problem_.input, input_, stream)) return status;
+    }
+    if (const cudaError_t status = launch_chain(stream)) return status;
+    if (output_.data == problem_.output.data) return cudaSuccess;
+    return cuda::launch_copy(output_, problem_.output, stream);
+  }
+
+  static cudaError_t load() {
+    int device = 0;
+    int shared_bytes = 0;
+    if (const cudaError_t status = cudaGetDevice(&device)) return status;
+    if (const cudaError_t status =
+            cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))
+      return status;
+    cudaFuncAttributes attributes;
+    if constexpr (!kStores) {
+      if (const cudaError_t status = cudaFuncGetAttributes(&attributes, direct_kernel<Chain, In>()))
+        return status;
+    }
+    if constexpr (!kNeedsPieces) return cudaSuccess;
+    if constexpr (kNeedsStatistics) {
+      if (const cudaError_t status = cudaFuncGetAttributes(&attributes, group_norm_statistics<T, double>))
+        return status;
+    }
+    return cudaFuncSetAttribute(tensor_chain<Chain, In>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                shared_bytes);
+  }
+
+ private:
+  static constexpr bool kStores = Chain::Reduce::kStores;
+  static constexpr bool kNeedsStatistics = Chain::kNeedsStatistics;
+  static constexpr bool kNeedsPieces = kStores || kNeedsStatistics;
+  static constexpr bool kReadsChannel =
+      Chain::Pre::kReadsChannel || Chain::Post::kReadsChannel || Chain::Final::kReadsChannel;
+  static constexpr int kVector = kVectorBytes / int(sizeof(In));
+
+  // Whether both tensors have the layout, or the output need not: where it is smaller, any strides will do.
+  bool fits(bool channels_last) const {
+    return is_dense(input_, channels_last) && (!kStores || is_dense(output_, channels_last));
+  }
+
+  void plan(bool channels_last, const cuda::Card& card) {
+    constexpr int kKeptBytes = int(Chain::kKeepsConv ? sizeof(In) : sizeof(T));
+    const cuda::TensorTraits traits{kNeedsStatistics,
+                                    Chain::Reduce::kPools,
+                                    Chain::Reduce::kReducesChannels,
+                                    int(sizeof(In)),
+                                    kKeptBytes,
+                                    int(sizeof(T)),
+                                    kVector};
+    const size_t output_vector = kVector * (output_.dtype == input_.dtype ? sizeof(In) : sizeof(T));
+    const bool aligned =
+        is_aligned(input_.data, kVectorBytes) && (!kStores || is_aligned(output_.data, output_vector));
+    work_.shape = shape(channels_last);
+    work_.plan = plan_tensor(traits, work_.shape, aligned, card);
+    work_.input = input_.data;
+    work_.output = output_;
+    work_.arguments = problem_.arguments;
+    work_.pieces = work_.shape.samples * work_.plan.units * work_.plan.slices;
+    if (kNeedsStatistics && !work_.plan.resident) {
+      const int64_t groups = work_.shape.samples * work_.shape.groups;
+      work_.parts = workspace_.take<Part<double>>(groups * parts_per_group());
+      norms_ = workspace_.take<Norm<T>>(work_.shape.samples * work_.shape.channels);
+    }
+  }
+
+  TensorShape shape(bool channels_last) const {
+    const int64_t* size = input_.size;
+    const int64_t pixels = size[2] * size[3];
+    if (!kNeedsStatistics && kStores) {  // samples are nothing of their own, nor even channels perhaps
+      if (!kReadsChannel) return {1, 1, element_count(input_), false, 1, 1};
+      if (channels_last) return {1, size[1], size[0] * pixels, true, 1, 1};
+    }
+    const int64_t groups = kNeedsStatistics ? problem_.arguments.num_groups : 1;
+    const int64_t window_pixels = Chain::Reduce::kPools ? problem_.arguments.pool[0] * size[3] : 1;
+    return {size[0], size[1], pixels, channels_last, groups, window_pixels};
+  }
+
+  int64_t parts_per_group() const { return work_.plan.units_per_group * work_.plan.slices; }
+
+  cudaError_t launch_chain(cudaStream_t stream) const {
+    TensorWork<T> work = work_;
+    if constexpr (kNeedsStatistics) {
+      if (work.plan.resident) return launch_pieces(work, TensorStep::kWhole, stream);
+      if (const cudaError_t status = launch_pieces(work, TensorStep::kMoments, stream)) return status;
+      if (const cudaError_t status =
+              launch_group_statistics<T>(work.parts, parts_per_group(), work.shape.samples,
+                                         work.shape.channels, work.arguments, norms_, stream))
+        return status;
+      work.norms = norms_;
+    }
+    if constexpr (kStores) {
+      return launch_pieces(work, TensorStep::kFinish, stream);
+    } else {
+      return launch_direct<Chain, In>(work, stream);
+    }
+  }
+
+  // Each block has a piece; those of a group are a cluster, where the step is the whole of the chain.
+  static cudaError_t launch_pieces(TensorWork<T>& work, TensorStep step, cudaStream_t stream) {
+    work.step = step;
+    const int64_t cluster = step == TensorStep::kWhole ? work.plan.slices : 1;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = unsigned(cluster);
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid_of(work.pieces, cluster);
+    config.blockDim = dim3(unsigned(work.plan.threads));
+    config.dynamicSmemBytes = size_t(work.plan.shared_bytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = cluster > 1 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, tensor_chain<Chain, In>, work);
+  }
+
+  const Problem& problem_;
+  Workspace workspace_;
+  Tensor input_;   // dense
+  Tensor output_;  // dense where all values are stored
+  TensorWork<T> work_{};
+  Norm<T>* norms_ = nullptr;
+};
+
+// Calls visit with a value of the input's type; the output has the input's dtype or, if that is of half
+// precision, float32.
+template <class Visit>
+cudaError_t visit_dtype(const Problem& problem, const Visit& visit) {
+  const DType in = problem.input.dtype;
+  const DType out = problem.output.dtype;
+  if (in != out && (out != DType::kFloat32 || in == DType::kFloat64)) return cudaErrorInvalidValue;
+  switch (in) {
+    case DType::kFloat32:
+      return visit(float{});
+    case DType::kFloat64:
+      return visit(double{});
+    case DType::kBFloat16:
+      return visit(__nv_bfloat16{});
+    case DType::kFloat16:
+      return visit(__half{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class Chain>
+struct TensorChain {
+  // Bytes of memory that launch wants.
+  static size_t workspace(const Problem& problem, const cuda::Card& card) {
+    if (problem.conv != nullptr || element_count(problem.input) == 0) return 0;
+    size_t bytes = 0;
+    visit_dtype(problem, [&](auto element) {
+      bytes = TensorRun<Chain, decltype(element)>(problem, nullptr, card).workspace_bytes();
+      return cudaSuccess;
+    });
+    return bytes;
+  }
+
+  static cudaError_t launch(const Problem& problem, void* workspace, const cuda::Card& card,
+                            cudaStream_t stream) {
+    if (problem.conv != nullptr) return cudaErrorInvalidValue;
+    if (element_count(problem.input) == 0) return cudaSuccess;
+    return visit_dtype(problem, [&](auto element) {
+      return TensorRun<Chain, decltype(element)>(problem, workspace, card).launch(stream);
+    });
+  }
+
+  // Loads every kernel onto the current device and lets it use all of its shared memory.
+  static cudaError_t load() {
+    if (const cudaError_t status = cuda::load_copy()) return status;
+    if (const cudaError_t status = TensorRun<Chain, float>::load()) return status;
+    if (const cudaError_t status = TensorRun<Chain, double>::load()) return status;
+    if (const cudaError_t status = TensorRun<Chain, __nv_bfloat16>::load()) return status;
+    return TensorRun<Chain, __half>::load();
+  }
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,124 @@
+// A block's piece of a dense tensor, and how its threads share it out.
+#pragma once
+
+#include "../core/chain.h"
+#include "statistics.cuh"
+#include "tensor_plan.h"
+#include "vector_access.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+using cuda::TensorPlan;
+using cuda::TensorShape;
+
+enum class TensorStep {
+  kMoments,  // the moments of every piece go to memory
+  kFinish,   // the output, from norms that are known or where there are none
+  kWhole,    // both in one: the pieces of a group are on chip at the same time
+};
+
+// What a launch gets. input is dense; norms and parts are null where the step has none.
+template <class T>
+struct TensorWork {
+  TensorStep step;
+  TensorShape shape;
+  TensorPlan plan;
+  const void* input;
+  Tensor output;
+  Arguments arguments;
+  Part<double>* parts;   // [samples][groups][units_per_group * slices]
+  const Norm<T>* norms;  // [samples][channels]
+  int64_t pieces;
+};
+
+// Blocks beyond what one dimension of a grid takes go into the second; the last may be too many.
+inline dim3 grid_of(int64_t blocks, int64_t multiple) {
+  const int64_t most = (int64_t(1) << 30) / multiple * multiple;
+  const int64_t x = blocks < most ? blocks : most;
+  return dim3(unsigned(x), unsigned((blocks + x - 1) / x));
+}
+
+__device__ inline int64_t block_index() { return int64_t(blockIdx.y) * gridDim.x + blockIdx.x; }
+
+struct Piece {
+  int64_t sample;
+  int64_t unit;
+  int64_t slice;
+  int64_t channel;  // the first one
+  int64_t pixel;
+  int channels;
+  int pixels;
+};
+
+// Index: 32 bits, which divide faster, where they will do.
+template <class Index>
+__device__ void set_place(Piece& piece, const TensorPlan& plan, Index index) {
+  const Index rest = index / Index(plan.slices);
+  piece.slice = index % Index(plan.slices);
+  piece.unit = rest % Index(plan.units);
+  piece.sample = rest / Index(plan.units);
+}
+
+__device__ inline Piece piece_of_block(const TensorShape& shape, const TensorPlan& plan) {
+  Piece piece;
+  if (gridDim.y == 1) {
+    set_place<uint32_t>(piece, plan, blockIdx.x);
+  } else {
+    set_place<int64_t>(piece, plan, block_index());
+  }
+  int64_t end = shape.channels;
+  if (plan.units_per_group == 1) {
+    piece.channel = piece.unit * plan.unit_channels;
+  } else {
+    const int64_t of_group = shape.channels / shape.groups;
+    const int64_t group = piece.unit / plan.units_per_group;
+    piece.channel = group * of_group + piece.unit % plan.units_per_group * plan.unit_channels;
+    end = (group + 1) * of_group;
+  }
+  piece.pixel = piece.slice * plan.slice_pixels;
+  piece.channels = int(min(end - piece.channel, int64_t(plan.unit_channels)));
+  piece.pixels = int(min(shape.pixels - piece.pixel, int64_t(plan.slice_pixels)));
+  return piece;
+}
+
+// The channels and pixels of one thread: it starts with the first, and goes on by steps. A wide load holds
+// kCount pixels of a channel or, kOfChannels, kCount channels of a pixel.
+template <int kCount, bool kOfChannels>
+struct ThreadShare {
+  int channel;
+  int channel_step;
+  int pixel;
+  int pixel_step;
+  int lane;     // among those that have the same channels and pixels next to each other
+  int line;     // those lanes' place among all that have the same channels
+  bool exists;  // some threads may be left over
+
+  __device__ ThreadShare(const TensorPlan& plan, bool channels_last) {
+    const int thread = threadIdx.x;
+    lane = thread % plan.lanes;
+    const int group = thread / plan.lanes;
+    const int channel_index = group % plan.channel_threads;
+    line = group / plan.channel_threads;
+    const int pixel_index = line * plan.lanes + lane;
+    exists = pixel_index < plan.pixel_threads;
+    constexpr int kChannels = kOfChannels ? kCount : 1;
+    constexpr int kPixels = kOfChannels ? 1 : kCount;
+    channel = channel_index * kChannels;
+    channel_step = plan.channel_threads * kChannels;
+    pixel = pixel_index * kPixels;
+    pixel_step = plan.pixel_threads * kPixels;
+  }
+
+  template <class Visit>
+  __device__ void for_each_channel(const Piece& piece, const Visit& visit) const {
+    for (int c = channel; exists && c < piece.channels; c += channel_step) visit(c);
+  }
+  template <class Visit>
+  __device__ void for_each_pixel(const Piece& piece, const Visit& visit) const {
+    for (int p = pixel; p < piece.pixels; p += pixel_step) visit(p);
+  }
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,208 @@
+// How a chain on a given tensor is cut into pieces, each of which a block keeps in its shared memory. All of
+// it follows from the shape of one sample, the dtype and the card, so that a sample's bits do not depend on
+// its batch.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+
+#include "card.h"
+
+namespace fusedconv {
+namespace cuda {
+
+// What the plan needs to know of a chain and its types.
+struct TensorTraits {
+  bool needs_statistics;
+  bool pools;
+  bool reduces_channels;
+  int element_bytes;
+  int kept_bytes;  // of a value in shared memory
+  int compute_bytes;
+  int vector;  // elements of one wide load
+};
+
+// A dense tensor: samples of channels x pixels, or of pixels x channels where channels are last.
+struct TensorShape {
+  int64_t samples;
+  int64_t channels;
+  int64_t pixels;
+  bool channels_last;
+  int64_t groups;         // of the norm; 1 without one
+  int64_t window_pixels;  // in the rows that one row of pooling windows covers; 1 without a pool
+};
+
+// A piece has so many channels and pixels, or what is left of them.
+struct TensorPlan {
+  bool resident;  // the pieces of whole groups are on chip at the same time: their statistics need no memory
+  int width;      // elements of a load: so many that none crosses the end of a piece's row
+  int unit_channels;
+  int slice_pixels;
+  int64_t units;            // pieces next to each other in channels
+  int64_t slices;           // pieces next to each other in pixels; if resident, one cluster of blocks
+  int group_channels;       // of the groups in a piece, or the piece's share of a group
+  int64_t units_per_group;  // 1, unless groups are cut
+  // Threads share a piece out by channels and pixels. Without channels last, `lanes` neighbours have pixels
+  // of the same channel.
+  int threads;
+  int channel_threads;
+  int pixel_threads;
+  int lanes;
+  // Where things lie in shared memory, in bytes.
+  int sums_at;
+  int moments_at;
+  int shifts_at;
+  int norms_at;
+  int64_t shared_bytes;
+};
+
+constexpr int kWarp = 32;
+constexpr int kMostThreads = 512;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t multiple) { return divide_up(a, multiple) * multiple; }
+
+inline int power_of_two_from(int64_t least, int most) {
+  int power = 1;
+  while (power < least && power < most) power *= 2;
+  return power;
+}
+
+inline void set_threads(TensorPlan& plan, const TensorShape& shape) {
+  constexpr int kLoadsOfThread = 8;
+  const int64_t loads = divide_up(int64_t(plan.unit_channels) * plan.slice_pixels, plan.width);
+  const int64_t threads = round_up(divide_up(loads, kLoadsOfThread), kWarp);
+  plan.threads = int(std::min<int64_t>(threads, kMostThreads));
+  if (shape.channels_last) {
+    plan.lanes = 1;
+    plan.channel_threads = std::min(plan.unit_channels / plan.width, plan.threads);
+    plan.pixel_threads = plan.threads / plan.channel_threads;
+  } else {
+    plan.lanes = power_of_two_from(divide_up(plan.slice_pixels, plan.width), kWarp);
+    const int lines = plan.threads / plan.lanes;
+    plan.channel_threads = std::min(plan.unit_channels, lines);
+    plan.pixel_threads = lines / plan.channel_threads * plan.lanes;
+  }
+}
+
+inline void set_shared_memory(TensorPlan& plan, const TensorTraits& traits) {
+  constexpr int64_t kAlignment = 32;
+  constexpr int64_t kMomentsBytes = 3 * sizeof(double);
+  int64_t bytes = 0;
+  const auto take = [&](int64_t count, int64_t size) {
+    const int64_t at = bytes;
+    bytes += round_up(count * size, kAlignment);
+    return int(at);
+  };
+  take(int64_t(plan.unit_channels) * plan.slice_pixels, traits.kept_bytes);
+  if (traits.needs_statistics) {
+    const int groups = plan.unit_channels / plan.group_channels;
+    plan.sums_at =
+        take(int64_t(plan.pixel_threads / plan.lanes) * plan.unit_channels, 2 * traits.compute_bytes);
+    plan.moments_at = take(groups, kMomentsBytes);
+    plan.shifts_at = take(groups, traits.compute_bytes);
+    plan.norms_at = take(plan.unit_channels, 4 * traits.compute_bytes);
+  }
+  plan.shared_bytes = bytes;
+}
+
+inline void set_piece(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
+                      int64_t unit_channels, int64_t slice_pixels) {
+  plan.unit_channels = int(unit_channels);
+  plan.slice_pixels = int(slice_pixels);
+  const int64_t of_group = shape.channels / shape.groups;
+  plan.group_channels = int(std::min(of_group, unit_channels));
+  plan.units_per_group = divide_up(of_group, unit_channels);
+  plan.units = unit_channels < of_group ? shape.groups * plan.units_per_group
+                                        : divide_up(shape.channels, unit_channels);
+  plan.slices = divide_up(shape.pixels, slice_pixels);
+  set_threads(plan, shape);
+  set_shared_memory(plan, traits);
+}
+
+// Whole groups, as few as make whole vectors and at least so many channels.
+inline int64_t channels_of_groups(const TensorShape& shape, int64_t least, int width) {
+  const int64_t of_group = shape.channels / shape.groups;
+  for (int64_t groups = 1; groups <= shape.groups; ++groups) {
+    const int64_t channels = groups * of_group;
+    if (shape.groups % groups == 0 && channels >= std::min(least, shape.channels) && channels % width == 0)
+      return channels;
+  }
+  return shape.channels;
+}
+
+// Every group, or every sample where the channels are reduced, in the shared memory of a block, or of a
+// cluster of blocks. strip_bytes: of neighbouring channels, at the least, where channels are last.
+inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
+                          const Card& card, int strip_bytes) {
+  constexpr int64_t kBytes = 48 * 1024;  // of a block's values, where a cluster may have so many blocks
+  const bool last = shape.channels_last;
+  const int64_t channels =
+      traits.reduces_channels
+          ? shape.channels
+          : channels_of_groups(shape, last ? strip_bytes / traits.element_bytes : 1, last ? plan.width : 1);
+  const int most_blocks = card.capability >= 90 ? 8 : 1;
+  const int64_t bytes = channels * shape.pixels * traits.kept_bytes;
+  if (bytes > int64_t(most_blocks) * card.shared_bytes) return false;
+
+  const int64_t unit = std::lcm(shape.window_pixels, int64_t(last ? 1 : plan.width));
+  const int blocks = power_of_two_from(divide_up(bytes, kBytes), most_blocks);
+  const int64_t slice = round_up(divide_up(shape.pixels, blocks), unit);
+  set_piece(plan, traits, shape, channels, std::min(slice, shape.pixels));
+  plan.resident = plan.shared_bytes <= card.shared_bytes;
+  return plan.resident;
+}
+
+// Whole lines of memory if possible, else whole sectors at least.
+inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
+                          const Card& card) {
+  for (const int strip_bytes : {128, 64, 32}) {
+    if (plan_resident(plan, traits, shape, card, strip_bytes)) return true;
+  }
+  return false;
+}
+
+// Pieces small enough that several blocks share a multiprocessor: while some load, others compute.
+inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
+  constexpr int64_t kBytes = 16 * 1024;
+  constexpr int64_t kMostChannels = 512;  // of a strip of channels
+  const int64_t values = kBytes / traits.kept_bytes;
+  const int64_t of_group = shape.channels / shape.groups;
+  if (shape.channels_last) {
+    const int64_t groups = std::min(std::max<int64_t>(kMostChannels / of_group, 1), shape.groups);
+    const int64_t channels = std::min(groups * of_group, kMostChannels);
+    const int64_t first = of_group > channels ? of_group : channels;  // channels of pieces start at multiples
+    if (channels < shape.channels && first % plan.width != 0) plan.width = 1;
+    set_piece(plan, traits, shape, channels, std::min(std::max<int64_t>(values / channels, 1), shape.pixels));
+  } else {
+    const int64_t pixels = std::min(values, shape.pixels);
+    const int64_t channels = std::min(std::max<int64_t>(values / pixels, 1), of_group);
+    set_piece(plan, traits, shape, channels, pixels);
+  }
+}
+
+// Elements of the widest load that divides the tensor's rows: of 16 bytes or, without channels last, of 8.
+inline int widest_load(const TensorTraits& traits, const TensorShape& shape) {
+  const int64_t row = shape.channels_last ? shape.channels : shape.pixels;
+  if (row % traits.vector == 0) return traits.vector;
+  return !shape.channels_last && row % (traits.vector / 2) == 0 ? traits.vector / 2 : 1;
+}
+
+// aligned: wide loads and stores may start where the tensors start. It changes no partition.
+inline TensorPlan plan_tensor(const TensorTraits& traits, const TensorShape& shape, bool aligned,
+                              const Card& card) {
+  TensorPlan plan{};
+  plan.width = widest_load(traits, shape);
+  if (!traits.needs_statistics || !plan_resident(plan, traits, shape, card)) plan_pieces(plan, traits, shape);
+  if (!aligned && plan.width > 1) {
+    plan.width = 1;
+    set_threads(plan, shape);
+    set_shared_memory(plan, traits);
+  }
+  return plan;
+}
+
+}  // namespace cuda
+}  // namespace fusedconv
