@@ -10,47 +10,41 @@ contestant's output is checked against float64. ``--sizes`` compares with eager 
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib.util
 import logging
-import math
-import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 
-from _report import save
-from fusedconv._measure import Call, interleaved, relative_error
-from fusedconv.workloads import OTHER_WORKLOADS, SMALL_WORKLOADS, WORKLOADS, Workload
+from _contestants import (
+    Contest,
+    Contestant,
+    best,
+    bind,
+    both_layouts,
+    chosen,
+    compiled,
+    headline,
+    medians,
+    reference,
+)
+from _report import CPU, coloured, grid, holds, save, stdout
+from fusedconv._measure import interleaved
+from fusedconv.workloads import OTHER_WORKLOADS, SMALL_WORKLOADS, WORKLOADS
 
-CPU = torch.device("cpu")
 REQUIRED = {57: (6.0, 1.1), 21: (5.0, 3.0), 85: (7.0, 2.5), 92: (4.5, 3.0)}  # over eager, over torch.compile
 AIM = {57: 1.3, 21: 2.0, 85: 3.0, 92: 4.0}  # over the best of all
 ERROR_BOUND = 1e-6
 BATCHES = (1, 2, 4, 8, 16, 32)
 
-stdout = Console(width=120)
 stderr = Console(stderr=True)
-Contestant = Callable[[], Tensor]
-
-
-def channels_last(module: nn.Module, input: Tensor) -> tuple[nn.Module, Tensor]:
-    module = copy.deepcopy(module)
-    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return module, input.contiguous(memory_format=torch.channels_last)
-
-
-def bind(module: Callable[[Tensor], Tensor], input: Tensor) -> Contestant:
-    return lambda: module(input)
 
 
 def onnxruntime(module: nn.Module, input: Tensor, threads: int) -> Contestant:
@@ -88,39 +82,16 @@ PEERS = {
 }
 
 
-def contestants(workload: Workload, batch: int, options: argparse.Namespace) -> dict[str, Contestant]:
-    """By name; the part of the name before the comma is its kind."""
-    fused, input = workload.build(), workload.input(batch)
-    plain = workload.plain(fused)
-    calls = {
-        "fused, NCHW": bind(fused, input),
-        "fused, channels_last": bind(*channels_last(fused, input)),
-    }
-    formats = {"NCHW": (plain, input), "channels_last": channels_last(plain, input)}
-    for format, (module, x) in formats.items():
-        calls[f"eager, {format}"] = bind(module, x)
-        for mode in ("default", "max-autotune") if options.compile else ():
-            calls[f"compile, {mode}, {format}"] = bind(torch.compile(module, mode=mode, dynamic=False), x)
+def contestants(
+    fused: nn.Module, plain: nn.Module, input: Tensor, options: argparse.Namespace
+) -> dict[str, Contestant]:
+    calls = both_layouts("fused", fused, input) | both_layouts("eager", plain, input)
+    for mode in ("default", "max-autotune") if options.compile else ():
+        calls |= compiled(mode, ("NCHW", "channels_last"), plain, input)
     for name, (make, packages) in PEERS.items():
         if options.peers and all(importlib.util.find_spec(package) for package in packages):
             calls[f"{name}, NCHW"] = make(plain, input, options.threads)
     return calls
-
-
-def reference(workload: Workload, batch: int) -> Tensor:
-    output: Tensor = workload.plain(workload.build()).double()(workload.input(batch).double())
-    return output
-
-
-def medians(calls: dict[str, Contestant], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Median, fastest and all times in milliseconds, by contestant."""
-    untyped: dict[str, Call] = dict(calls)
-    runs = list(interleaved(untyped, options.rounds, 3, CPU, cold_memory=options.cold_memory))
-    times = {name: [round(1e3 * run[name], 4) for run in runs] for name in calls}
-    return {
-        name: {"ms": statistics.median(all_ms), "min_ms": min(all_ms), "all_ms": all_ms}
-        for name, all_ms in times.items()
-    }
 
 
 def mm_gflops() -> float:
@@ -132,28 +103,14 @@ def mm_gflops() -> float:
     return 2 * n**3 / min(run["mm"] for run in runs) / 1e9
 
 
-def best(result: dict[str, dict[str, Any]], *kinds: str) -> float:
-    """The smallest median among the contestants of these kinds; NaN if there is none."""
-    return min((r["ms"] for name, r in result.items() if name.split(",")[0] in kinds), default=math.nan)
-
-
-def holds(ratio: float, least: float | None) -> str:
-    if math.isnan(ratio):
-        return "-"
-    if least is None:
-        return f"{ratio:.2f}"
-    colour = "green" if ratio >= least else "red"
-    return f"[{colour}]{ratio:.2f} ({'>=' if ratio >= least else 'under'} {least:g})[/]"
-
-
 def speed_table(options: argparse.Namespace) -> dict[str, Any]:
     gflops, origin = (
         (options.fma_gflops, "given") if options.fma_gflops else (mm_gflops(), "torch.mm, 2048^3")
     )
     stdout.print(f"FMA rate for the floor: {gflops:.0f} GFLOP/s ({origin})")
     raw: dict[str, Any] = {"fma_gflops": gflops, "fma_gflops_from": origin, "workloads": {}}
-    summary = Table(title=f"batch {options.batch}, float32, {options.threads} threads", title_justify="left")
-    for column in (
+    summary = grid(
+        f"batch {options.batch}, float32, {options.threads} threads",
         "model",
         "fused, ms",
         "over eager",
@@ -162,8 +119,7 @@ def speed_table(options: argparse.Namespace) -> dict[str, Any]:
         "over the best of all",
         "error",
         "floor",
-    ):
-        summary.add_column(column, justify="left" if column == "model" else "right")
+    )
     for workload in track(
         chosen(options, (*WORKLOADS, *OTHER_WORKLOADS)),
         description="workloads",
@@ -171,35 +127,43 @@ def speed_table(options: argparse.Namespace) -> dict[str, Any]:
         transient=True,
     ):
         torch._dynamo.reset()
-        expected = reference(workload, options.batch)
-        calls = contestants(workload, options.batch, options)
-        errors = {name: relative_error(call(), expected) for name, call in calls.items()}
-        del expected
-        result = medians(calls, options)
+        fused, input = workload.build(), workload.input(options.batch)
+        plain = workload.plain(fused)
+        contest = Contest(reference(plain, input), CPU, options.cold_memory)
+        contest.enter(contestants(fused, plain, input, options))
+        result = contest.run(options.rounds)
         floor_ms = workload.operations(options.batch) / gflops / 1e6
-        for name, error in errors.items():
-            result[name]["error"] = error
         raw["workloads"][workload.id] = {"model": workload.name, "floor_ms": floor_ms, "contestants": result}
 
-        detail = Table(title=f"{workload.id} {workload.name}", title_justify="left")
-        for column in ("contestant", "median, ms", "fastest, ms", "fused is faster by", "error"):
-            detail.add_column(column, justify="left" if column == "contestant" else "right")
+        detail = grid(
+            f"{workload.id} {workload.name}",
+            "contestant",
+            "median, ms",
+            "fastest, ms",
+            "fused is faster by",
+            "error",
+            left=("contestant",),
+        )
         ours = result["fused, NCHW"]
-        for name, r in sorted(result.items(), key=lambda item: item[1]["ms"]):
-            numbers = (r["ms"], r["min_ms"], r["ms"] / ours["ms"])
-            detail.add_row(name, *(f"{number:.2f}" for number in numbers), f"{r['error']:.1e}")
+        failed = {name: r["failed"] for name, r in result.items() if "failed" in r}
+        for name, r in sorted(result.items(), key=lambda item: item[1].get("ms", 0)):
+            if name not in failed:
+                numbers = (r["ms"], r["min_ms"], r["ms"] / ours["ms"])
+                detail.add_row(name, *(f"{number:.2f}" for number in numbers), f"{r['error']:.1e}")
         stdout.print(detail)
+        for name, why in failed.items():
+            stdout.print(f"{name} failed: {headline(why)}", markup=False)
 
         over_eager, over_compile = REQUIRED.get(workload.id, (None, None))
         peers = ("eager", "compile", *PEERS)
         summary.add_row(
             str(workload.id),
             f"{ours['ms']:.2f}",
-            holds(result["eager, NCHW"]["ms"] / ours["ms"], over_eager),
-            f"{result['eager, channels_last']['ms'] / ours['ms']:.2f}",
+            holds(best(result, "eager, NCHW") / ours["ms"], over_eager),
+            f"{best(result, 'eager, channels_last') / ours['ms']:.2f}",
             holds(best(result, "compile") / ours["ms"], over_compile),
             holds(best(result, *peers) / ours["ms"], AIM.get(workload.id)),
-            f"[{'green' if ours['error'] <= ERROR_BOUND else 'red'}]{ours['error']:.1e}[/]",
+            coloured(f"{ours['error']:.1e}", ours["error"] <= ERROR_BOUND),
             f"{floor_ms:.2f} ms, {floor_ms / ours['ms']:.0%}",
         )
     stdout.print(summary)
@@ -212,10 +176,13 @@ def speed_table(options: argparse.Namespace) -> dict[str, Any]:
 
 def size_table(options: argparse.Namespace) -> dict[str, Any]:
     """The fused module against eager, which must never be faster."""
-    table = Table(title=f"eager's time over ours, float32, {options.threads} threads", title_justify="left")
-    table.add_column("model and input")
-    for batch in BATCHES:
-        table.add_column(f"batch {batch}", justify="right")
+    columns = (f"batch {batch}" for batch in BATCHES)
+    table = grid(
+        f"eager's time over ours, float32, {options.threads} threads",
+        "model and input",
+        *columns,
+        left=("model and input",),
+    )
     raw: dict[str, Any] = {}
     workloads = chosen(options, (*WORKLOADS, *OTHER_WORKLOADS, *SMALL_WORKLOADS))
     for workload in track(workloads, description="sizes", console=stderr, transient=True):
@@ -223,20 +190,14 @@ def size_table(options: argparse.Namespace) -> dict[str, Any]:
         cells = []
         for batch in BATCHES:
             fused, input = workload.build(), workload.input(batch)
-            plain = workload.plain(fused)
-            calls = {"fused": bind(fused, input), "eager": bind(plain, input)}
-            calls["eager, channels_last"] = bind(*channels_last(plain, input))
-            result = medians(calls, options)
+            calls = {"fused": bind(fused, input), **both_layouts("eager", workload.plain(fused), input)}
+            result = medians(calls, options.rounds, CPU, options.cold_memory)
             ratio = best(result, "eager") / result["fused"]["ms"]
             raw[f"{workload.id}, {shape}, batch {batch}"] = {"ratio": ratio, "contestants": result}
-            cells.append(f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}[/]")
+            cells.append(coloured(f"{ratio:.2f}", ratio >= 1))
         table.add_row(f"{workload.id}, {shape}", *cells)
     stdout.print(table)
     return {"sizes": raw}
-
-
-def chosen(options: argparse.Namespace, workloads: Iterable[Workload]) -> list[Workload]:
-    return [workload for workload in workloads if not options.only or workload.id in options.only]
 
 
 def main() -> None:

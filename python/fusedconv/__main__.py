@@ -30,9 +30,10 @@ STEPS_A_MODEL = 3 + ROUNDS  # check, two memories, rounds
 
 HOW = (
     "error: ||y - reference|| / ||reference||, the reference is plain PyTorch in float64. eager: the plain PyTorch model "
-    "in float32 on the same contiguous input. times: medians of up to {rounds} rounds in which both take turns, caches "
-    "flushed before each run. memory: {memory} at its peak during one warm call, the output included."
+    "in float32 on the same contiguous input. times: {times}, medians of up to {rounds} rounds in which both take turns, "
+    "caches flushed before each run. memory: {memory} at its peak during one warm call, the output included."
 )
+TIMES = {"cpu": "from call to return", "cuda": "the device's, without the host's"}
 MEMORY = {
     "cpu": "growth of the process's resident set (Linux only)",
     "cuda": "bytes taken from PyTorch's CUDA allocator",
@@ -188,7 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         console = Console()
         console.print(table(results, ", ".join(f"{name} {value}" for name, value in environment.items())))
-        console.print(HOW.format(rounds=ROUNDS, memory=MEMORY[device.type]), style="dim", highlight=False)
+        how = HOW.format(times=TIMES[device.type], rounds=ROUNDS, memory=MEMORY[device.type])
+        console.print(how, style="dim", highlight=False)
     wrong = [result.model for result in results if not result.error <= ERROR_BOUND]
     if wrong:
         print(f"error above {ERROR_BOUND:.0e}: {', '.join(wrong)}", file=sys.stderr)

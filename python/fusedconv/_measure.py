@@ -8,6 +8,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,20 +37,32 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
-def _cpu_seconds(call: Call, device: torch.device) -> float:
+def _cpu_seconds(call: Call, device: torch.device, flush: Call) -> float:
+    flush()
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def _cuda_seconds(call: Call, device: torch.device) -> float:
+# For about 1 ms the device is kept busy while the host queues a call; where that was too short, for 17.
+_BUSY_CYCLES = 1 << 21, 1 << 25
+
+
+def _cuda_seconds(call: Call, device: torch.device, flush: Call) -> float:
+    """The device's own time: it starts only when the host has queued all of the call, unless the call itself waits."""
     with torch.cuda.device(device):
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
+        for cycles in _BUSY_CYCLES:
+            flush()
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            start.record()
+            call()
+            end.record()
+            waited_for_host = start.query()  # type: ignore[no-untyped-call]
+            end.synchronize()
+            if not waited_for_host:
+                break
     return float(start.elapsed_time(end)) / 1e3
 
 
@@ -77,7 +90,8 @@ def interleaved(
     The calls take turns, in another random order each round, so that a change of the machine's speed meets all of
     them, and none always follows one whose threads are still awake. A large buffer is written before each call, so
     that none finds its data in a cache. With ``cold_memory`` none finds, by chance, pages that another one left in
-    the C library's heap: large tensors cost several times as much without such pages as with them.
+    the C library's heap: large tensors cost several times as much without such pages as with them. On CUDA a time is
+    the device's, without the host's.
     """
     seconds = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -85,10 +99,9 @@ def interleaved(
     for index in range(warmup + rounds):
         times = {}
         for name in order.sample(list(calls), len(calls)):
-            if cold_memory:
+            if cold_memory and device.type == "cpu":
                 _give_back_memory()
-            _flush(buffer, index)
-            times[name] = seconds(calls[name], device)
+            times[name] = seconds(calls[name], device, partial(_flush, buffer, index))
         if index >= warmup:
             yield times
 
