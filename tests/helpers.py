@@ -139,12 +139,13 @@ class Ran:
 
 def profile(call: Callable[[], object]) -> Ran:
     """What the profiler sees of a call; of CUDA, where the process uses it."""
+    has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_initialized():
+    if has_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         call()
-        if torch.cuda.is_initialized():
+        if has_cuda:
             torch.cuda.synchronize()
     events = profile.events()
     assert events is not None
