@@ -1,10 +1,7 @@
 """What the tests of the conv on CUDA share: modes, random calls, references, and calls whose path is looked at.
 
 The direct path is asked for by FUSEDCONV_CUDA_PATH. All tests also serve with FUSEDCONV_CUDA_SOURCE set, to "sm_80" or to
-"none"; with "none" the two-step path must run. Under compute-sanitizer, where torch's cache would hide that memory of
-others is touched:
-
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python -m pytest -m sanitizer
+"none"; with "none" the two-step path must run.
 """
 
 from __future__ import annotations
