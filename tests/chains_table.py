@@ -269,6 +269,17 @@ def modules(
     return fused, plain
 
 
+def reference_models(row: Row) -> tuple[nn.Module, Plain, Tensor]:
+    """The reference workload's fused and plain model, and one sample."""
+    arguments = dict(row.reference)
+    c_in, c_out, size = (arguments.pop(name) for name in ("in_channels", "out_channels", "size"))
+    assert row.module
+    fused = getattr(fusedconv, row.module)(c_in, c_out, 3, **fused_keywords(row, c_out, arguments))
+    plain = Plain(row, c_in, c_out, 3, **arguments)
+    plain.load_state_dict(fused.state_dict())
+    return fused, plain, torch.rand(1, c_in, size, size)
+
+
 def to_channels_last(module: nn.Module) -> nn.Module:
     return cast(nn.Module, cast(Any, module).to(memory_format=torch.channels_last))
 

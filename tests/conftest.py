@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+from cuda_conv import Runner, expected_path, forget
 
 # The profile of CI draws the same examples each time; `HYPOTHESIS_PROFILE=search` looks for new ones.
 hypothesis.settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None, database=None)
@@ -30,3 +33,19 @@ def _unchanged_state() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Runner]:
+    """Calls of operators on CUDA, which take the direct path wherever it can serve."""
+    monkeypatch.setenv("FUSEDCONV_CUDA_PATH", "direct")
+    caplog.set_level(logging.DEBUG, logger="fusedconv")
+    yield Runner(caplog)
+    forget()
+
+
+@pytest.fixture
+def direct_path() -> None:
+    """For what holds there only: PyTorch's conv promises less."""
+    if expected_path() != "direct":
+        pytest.skip("the two-step path runs on this card, or was asked for")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ TESTS = Path(__file__).resolve().parent
 
 # Bounds on ||y - reference|| / ||reference|| by the dtype of the input.
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+ALLOCATION = ("aten::empty", "aten::empty_strided", "aten::new_empty_strided", "aten::detach", "aten::alias")
 GRADIENT_BOUNDS = {torch.float64: 3e-14, torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SIZES = (
     1,
@@ -76,6 +78,10 @@ def double(own: Own) -> Own:
     return map_tensors(own, torch.Tensor.double)
 
 
+def on(own: Own, device: str = "cuda") -> Own:
+    return map_tensors(own, lambda t: t.to(device))
+
+
 def exact_eager(t: Tensor) -> Tensor:
     """What eager runs on: contiguous, as its channels_last GroupNorm loses digits that we must not lose."""
     t = t.detach().contiguous()
@@ -118,6 +124,36 @@ def check(
     expected = torch.float64 if dtype == torch.float64 else eager.dtype
     assert y.dtype == expected, f"{what}: {y.dtype}, not {expected} as the unfused chain"
     assert_close(y, reference, eager, bound_of(dtype), what)
+
+
+@dataclass(frozen=True)
+class Ran:
+    operators: list[str]  # in the order of their calls
+    kernels: list[str]  # on a GPU
+
+    @property
+    def computing(self) -> list[str]:
+        """The operators of others that do more than allocate."""
+        return [name for name in self.operators if "fusedconv" not in name and name not in ALLOCATION]
+
+
+def profile(call: Callable[[], object]) -> Ran:
+    """What the profiler sees of a call; of CUDA, where the process uses it."""
+    has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if has_cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        if has_cuda:
+            torch.cuda.synchronize()
+    events = profile.events()
+    assert events is not None
+    on_gpu = torch._C._autograd.DeviceType.CUDA
+    return Ran(
+        [e.name for e in events if e.device_type != on_gpu and "::" in e.name],
+        [e.name for e in events if e.device_type == on_gpu],
+    )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

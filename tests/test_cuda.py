@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import fusedconv
-from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, module_input, modules, randn
+from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, module_input, modules, randn
 from fusedconv import _C
-from helpers import BOUNDS, SIZES, assert_close, double, new_process, same_bits
+from helpers import BOUNDS, SIZES, assert_close, double, new_process, on, profile, same_bits
 
 pytestmark = pytest.mark.cuda
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
@@ -21,10 +21,6 @@ conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 RELU_HARDSWISH = ROWS[0]
-
-
-def on(own: dict[str, Any], device: str = "cuda") -> dict[str, Any]:
-    return map_tensors(own, lambda t: t.to(device))
 
 
 def _runs_our_kernels(row: Row) -> bool:
@@ -80,15 +76,8 @@ def test_the_kernel_runs_where_it_should() -> None:
         pytest.skip("this build has no CUDA kernels for this device")
     v = torch.randn(2, 8, 16, 16, device="cuda")
     torch.ops.fusedconv.relu_hardswish(v)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        torch.ops.fusedconv.relu_hardswish(v)
-        torch.cuda.synchronize()
-    kernels = [
-        e.name
-        for e in profile.events()
-        if e.device_type == torch._C._autograd.DeviceType.CUDA and "Memset" not in e.name
-    ]
+    ran = profile(lambda: torch.ops.fusedconv.relu_hardswish(v))
+    kernels = [name for name in ran.kernels if "Memset" not in name]
     assert len(kernels) == 1, kernels
 
 
