@@ -21,7 +21,14 @@ TESTS = Path(__file__).resolve().parent
 
 # Bounds on ||y - reference|| / ||reference|| by the dtype of the input.
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
-ALLOCATION = ("aten::empty", "aten::empty_strided", "aten::new_empty_strided", "aten::detach", "aten::alias")
+ALLOCATION = (
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::detach",
+    "aten::alias",
+)
 GRADIENT_BOUNDS = {torch.float64: 3e-14, torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SIZES = (
     1,

@@ -24,85 +24,63 @@ struct Unit {
   In value[kUnitElements];
 };
 
-// A thread has some batches of units; those of one batch are loaded together.
-constexpr int kBatchUnits = 8;
-constexpr int kMostThreadUnits = cuda::kMostChunkUnits / kFillThreads;
+// A thread has every kFillThreads-th unit of a stage, in batches that are loaded together.
+constexpr int kBatchUnits = 4;
 
-// Where a thread's units are, from a tile's first pixel: found once, as it is the same for all tiles.
-template <class In>
-struct UnitPlaces {
-  int place[kMostThreadUnits];  // from the highest bit: 12 of the row, 10 of the block of channels, 10 of the
-                                // column
-  int count;                    // of units; the last one is not every thread's
-  bool has_last;
+// Where a unit is, from a tile's first pixel and channel.
+struct UnitPlace {
+  int block, row, col;
 
-  __device__ explicit UnitPlaces(const ConvProblem& p) {
-    const ConvTiling& t = p.tiling;
-    const int units = t.blocks_per_chunk * t.plane_units;
-    count = (units + kFillThreads - 1) / kFillThreads;
-    has_last = filler() + (count - 1) * kFillThreads < units;
-#pragma unroll
-    for (int k = 0; k < kMostThreadUnits; ++k) {
-      const int index = filler() + k * kFillThreads;
-      const int block = index / t.plane_units;
-      const int slot = index % t.plane_units / t.pitch;
-      const int row = slot % t.phase_rows * t.stack + slot / t.phase_rows;
-      const int col = index % t.plane_units % t.pitch;
-      place[k] = row << 20 | block << 10 | col;
-    }
-  }
-
-  __device__ int row(int k) const { return place[k] >> 20; }
-  __device__ int block(int k) const { return place[k] >> 10 & 0x3ff; }
-  __device__ int col(int k) const { return place[k] & 0x3ff; }
-
-  // Bytes in the stage.
-  __device__ int to(const ConvTiling& t, int k) const {
-    return (filler() + k * kFillThreads + block(k) * (t.plane - t.plane_units)) * kUnitBytes;
-  }
-
-  __device__ static uint32_t byte_offset(const ConvProblem& p, int channel, int row, int col) {
-    return (uint32_t(channel) * uint32_t(p.input.stride[1]) + uint32_t(row) * uint32_t(p.input.stride[2]) +
-            uint32_t(col) * uint32_t(p.input.stride[3])) *
-           sizeof(In);
-  }
-
-  // Calls visit(batch) for each batch.
-  template <class Visit>
-  __device__ void for_each_batch(const Visit& visit) const {
-#pragma unroll
-    for (int batch = 0; batch < kMostThreadUnits / kBatchUnits; ++batch) {
-      if (batch * kBatchUnits < count) visit(batch);
-    }
-  }
-
-  // Calls visit(k, i) for each of the thread's units in a batch: the k-th of all, the i-th of the batch.
-  template <class Visit>
-  __device__ void for_each(int batch, const Visit& visit) const {
-#pragma unroll
-    for (int i = 0; i < kBatchUnits; ++i) {
-      const int k = batch * kBatchUnits + i;
-      if (k + 1 < count || (k + 1 == count && has_last)) visit(k, i);
-    }
+  __device__ UnitPlace(const ConvTiling& t, int index) {
+    block = t.by_plane_units.divide(index);
+    index -= block * t.plane_units;
+    const int slot = t.by_pitch.divide(index);
+    const int phase = t.by_phase_rows.divide(slot);
+    row = (slot - phase * t.phase_rows) * t.stack + phase;
+    col = index - slot * t.pitch;
   }
 };
+
+template <class In>
+__device__ uint32_t byte_offset(const ConvProblem& p, int channel, int row, int col) {
+  return (uint32_t(channel) * uint32_t(p.input.stride[1]) + uint32_t(row) * uint32_t(p.input.stride[2]) +
+          uint32_t(col) * uint32_t(p.input.stride[3])) *
+         sizeof(In);
+}
+
+// Calls visit(index, i) for each of a thread's units in a batch that starts with unit `first`: the i-th of
+// the batch.
+template <class Visit>
+__device__ void for_each_unit(int first, int units, const Visit& visit) {
+#pragma unroll
+  for (int i = 0; i < kBatchUnits; ++i) {
+    const int index = first + i * kFillThreads;
+    if (index < units) visit(index, i);
+  }
+}
+
+// Calls visit(first) for each batch.
+template <class Visit>
+__device__ void for_each_batch(int units, const Visit& visit) {
+#pragma unroll 1
+  for (int first = filler(); first < units; first += kBatchUnits * kFillThreads) visit(first);
+}
 
 // Loads a batch; zeros where there is no pixel. Where there is no channel the weights are zeros, and
 // any channel's value will do.
 template <class In>
-__device__ void load_batch(const ConvProblem& p, const Source& from, const UnitPlaces<In>& places, int batch,
+__device__ void load_batch(const ConvProblem& p, const Source& from, int first, int units,
                            Unit<In> (&unit)[kBatchUnits]) {
   const ConvTiling& t = p.tiling;
   const int first_channel = from.block * t.unit_channels;
   const uint8_t* sample = static_cast<const uint8_t*>(from.sample);
-  const uint32_t first = UnitPlaces<In>::byte_offset(p, first_channel, from.row, from.col);
   const auto for_each = [&](const auto& load) {
-    places.for_each(batch, [&](int k, int i) {
-      const bool is_row = unsigned(from.row + places.row(k)) < unsigned(t.in_size[0]);
-      load(unit[i],
-           first +
-               UnitPlaces<In>::byte_offset(p, places.block(k) * kUnitElements, places.row(k), places.col(k)),
-           is_row, from.col + places.col(k));
+    for_each_unit(first, units, [&](int index, int i) {
+      const UnitPlace place(t, index);
+      const int row = from.row + place.row;
+      const int col = from.col + place.col;
+      const bool is_row = unsigned(row) < unsigned(t.in_size[0]);
+      load(unit[i], byte_offset<In>(p, first_channel + place.block * kUnitElements, row, col), is_row, col);
     });
   };
   const auto is_col = [&](int col) { return unsigned(col) < unsigned(t.in_size[1]); };
@@ -189,24 +167,28 @@ __device__ void store_unit(const Unit<In>& unit, float, uint8_t* to, int) {
 // By all threads that fill. Gives the exponent of the pixels' scale, or kNonFinite. Of the
 // chunks of a tile the scale only ever falls: so sums of earlier chunks, brought to it, do not overflow.
 // before_store() is called when the stage is about to be written; the first loads do not wait for it.
-template <class Mode, class In, class BeforeStore>
-__device__ int fill_pixels(const ConvProblem& p, const Source& from, const UnitPlaces<In>& places,
-                           uint8_t* to, int exponent, int barrier, unsigned* of_warp,
-                           const BeforeStore& before_store) {
+template <class Mode, class BeforeStore>
+__device__ int fill_pixels(const ConvProblem& p, const Source& from, uint8_t* to, int exponent, int barrier,
+                           unsigned* of_warp, const BeforeStore& before_store) {
+  using In = typename Mode::In;
+  const ConvTiling& t = p.tiling;
+  const int units = t.blocks_per_chunk * t.plane_units;
   Unit<In> unit[kBatchUnits];
   float magnitude = 0;
-  places.for_each_batch([&](int batch) {
-    load_batch(p, from, places, batch, unit);
-    places.for_each(batch, [&](int, int i) { magnitude = larger_magnitude(magnitude, unit[i]); });
+  for_each_batch(units, [&](int first) {
+    load_batch(p, from, first, units, unit);
+    for_each_unit(first, units, [&](int, int i) { magnitude = larger_magnitude(magnitude, unit[i]); });
   });
   const unsigned most = largest_of_all(magnitude, barrier, of_warp);
   if (Mode::kScales) exponent = min(exponent, scale_exponent(most));
   const float scale = power_of_two(exponent);
   before_store();
-  places.for_each_batch([&](int batch) {
-    if (places.count > kBatchUnits) load_batch(p, from, places, batch, unit);  // a cache has them
-    places.for_each(batch, [&](int k, int i) {
-      store_unit<Mode>(unit[i], scale, to + places.to(p.tiling, k), p.tiling.pixels_bytes);
+  const bool kept = units <= kBatchUnits * kFillThreads;
+  for_each_batch(units, [&](int first) {
+    if (!kept) load_batch(p, from, first, units, unit);  // a cache has them
+    for_each_unit(first, units, [&](int index, int i) {
+      const int place = index + t.by_plane_units.divide(index) * (t.plane - t.plane_units);
+      store_unit<Mode>(unit[i], scale, to + place * kUnitBytes, t.pixels_bytes);
     });
   });
   return most < kInfinityBits ? exponent : kNonFinite;

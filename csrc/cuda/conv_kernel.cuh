@@ -281,7 +281,6 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
   constexpr int kBarrier = kConsumers + 1;
   const int parts = Mode::kParts;
   Ring ring(t.stages);
-  const UnitPlaces<typename Mode::In> places(p);
   bool has_weights = false;
   int turn = 0;
   for (int index = blockIdx.x; index < items; index += gridDim.x, turn ^= 1) {
@@ -299,8 +298,8 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
                              s.weights + (t.weights_stay ? 0 : ring.stage) * parts * t.weights_bytes);
           has_weights = true;
         };
-        const int found = fill_pixels<Mode>(p, from, places, s.pixels + ring.stage * parts * t.pixels_bytes,
-                                            exponent, kBarrier, s.head->magnitude, before_store);
+        const int found = fill_pixels<Mode>(p, from, s.pixels + ring.stage * parts * t.pixels_bytes, exponent,
+                                            kBarrier, s.head->magnitude, before_store);
         if (found != kNonFinite) exponent = found;
         if (filler() == 0) s.head->exponent[ring.stage] = found;
         fence_async_proxy();
@@ -330,7 +329,11 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
       continue;
     }
     for_each_tile<Pass::kAllRowBlocks>(t, item_at<Pass::kAllRowBlocks>(t, index), [&](const Tile& tile) {
-      const bool is_whole = tile.rows == t.tile_rows && tile.cols == t.tile_cols;
+      // CUDA 13.0's ptxas takes max(min(a, b), 0) == b to be true always; so it must not see what tile.rows
+      // is.
+      int tile_rows = tile.rows;
+      asm volatile("" : "+r"(tile_rows));
+      const bool is_whole = tile_rows == t.tile_rows && tile.cols == t.tile_cols;
       const ThreadRows rows(p, tile.row_block,
                             is_whole ? whole : pixel_masks<kColumns>(t, stacked, tile.rows, tile.cols));
       pass.prepare(tile, rows);

@@ -187,8 +187,9 @@ class StorePass : public PassBase {
   __device__ void store(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2]) {
     const Tensor& output = p_.output;
     if (output.stride[3] != 1 || output.stride[2] != output.size[3]) {
+      // Within a sample offsets fit in ints.
       return scatter<kColumns, Out>(tile, rows, d, static_cast<Out*>(output.data) + offset_of(tile, 0),
-                                    output.stride[1], output.stride[2], output.stride[3]);
+                                    int(output.stride[1]), int(output.stride[2]), int(output.stride[3]));
     }
     const ConvTiling& t = p_.tiling;
     Out* run = reinterpret_cast<Out*>(staging_);
@@ -223,9 +224,9 @@ class StorePass : public PassBase {
   }
 
   // Each thread's values to where they belong.
-  template <int kColumns, class Out, class Stride>
+  template <int kColumns, class Out>
   __device__ void scatter(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2], Out* to,
-                          Stride channel_stride, Stride row_stride, Stride col_stride) {
+                          int channel_stride, int row_stride, int col_stride) {
     const ConvTiling& t = p_.tiling;
     Out* of_row[2];
 #pragma unroll
@@ -234,7 +235,7 @@ class StorePass : public PassBase {
                   rows.stacked * row_stride + lane() % 4 * 2 * col_stride;
     const auto scatter_rows = [&](const auto& write) {
       for_each_block<kColumns>(t, [&](int j, int row, int col) {
-        const Stride place = row * t.stack * row_stride + col * col_stride;
+        const int place = row * t.stack * row_stride + col * col_stride;
         const bool first = rows.pixels.first >> j & 1;
         const bool second = rows.pixels.second >> j & 1;
 #pragma unroll

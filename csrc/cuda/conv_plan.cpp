@@ -187,6 +187,9 @@ bool set_memory(ConvTiling& t, int columns, int parts, const ChainTraits& chain,
   furthest += (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
   t.plane = std::max(plane_units, furthest + columns);
   t.plane_units = plane_units;
+  t.by_plane_units = divisor(plane_units);
+  t.by_pitch = divisor(t.pitch);
+  t.by_phase_rows = divisor(t.phase_rows);
   t.staging_bytes = kRows * (columns + kStagingPadding) * int(sizeof(float));
   const int windows_across = t.tile_cols / int(pool[1]);
   t.carry_bytes = 0;

@@ -149,20 +149,25 @@ struct Sm90a {
     const uint32_t weights = (from.weights >> 4) | (kHalfStepBytes >> 4) << 16;
     const uint32_t pixels = from.pixels >> 4;
     int keep = !first;
-    int s = 0;
-    do {
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-      const uint64_t a = descriptor(weights + s * (2 * kHalfStepBytes >> 4));
-      const uint64_t b = descriptor(pixels + from.table[s]);
-      if constexpr (Mode::kParts == 2) {  // the smaller products first
+    const auto for_each_step = [&](const auto& multiply_step) {
+      int s = 0;
+      do {
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        multiply_step(descriptor(weights + s * (2 * kHalfStepBytes >> 4)),
+                      descriptor(pixels + from.table[s]));
+        keep = 1;
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      } while (++s < from.steps);
+    };
+    // The tensor cores cut sums off. The fewer products are added to a sum that has its size, the less is
+    // lost: so the small products come first.
+    if constexpr (Mode::kParts == 2) {
+      for_each_step([&](uint64_t a, uint64_t b) {
         multiply<Mode>(d, a + (from.weights_part >> 4), b, keep);
         multiply<Mode>(d, a, b + (from.pixels_part >> 4), 1);
-        keep = 1;
-      }
-      multiply<Mode>(d, a, b, keep);
-      keep = 1;
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    } while (++s < from.steps);
+      });
+    }
+    for_each_step([&](uint64_t a, uint64_t b) { multiply<Mode>(d, a, b, keep); });
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   }
 #endif

@@ -88,6 +88,7 @@ struct ConvTiling {
   Divisor by_bands, by_tiles_across, by_row_blocks;
 
   // Shared memory, in bytes but for plane.
+  Divisor by_pitch, by_phase_rows, by_plane_units;
   int plane_units;    // of one block of channels
   int plane;          // the same, and what products read beyond
   int pixels_bytes;   // of one part of the pixels of a stage
