@@ -43,6 +43,10 @@ __device__ Item item_at(const ConvTiling& t, int index) {
   return item;
 }
 
+// The same in all threads of a warp, and known to be: wgmma must not stand where threads could part.
+__device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+__device__ inline int group_of_thread() { return uniform(threadIdx.x / kGroupThreads); }
+
 __device__ inline Tile tile_at(const ConvTiling& t, const Item& item, int row_block, int sub_tile) {
   Tile tile;
   tile.sample = item.sample;
@@ -52,7 +56,9 @@ __device__ inline Tile tile_at(const ConvTiling& t, const Item& item, int row_bl
   tile.row = item.band * t.band_rows + sub_tile * t.tile_rows;
   tile.col = item.across * t.tile_cols;
   const int band_end = min(t.out_size[0], (item.band + 1) * t.band_rows);
-  tile.rows = max(0, min(t.tile_rows, band_end - tile.row));
+  // ptxas of CUDA 13.0 joins max(0, min(a, b)) and a later comparison with b, and takes b for the result
+  // where it is the larger one. It does not see through a shuffle.
+  tile.rows = uniform(max(0, min(t.tile_rows, band_end - tile.row)));
   tile.cols = min(t.tile_cols, t.out_size[1] - tile.col);
   return tile;
 }
@@ -209,10 +215,6 @@ __device__ void unscale(float (&d)[kCount], const ThreadRows& rows, int exponent
   }
 }
 
-// The same in all threads of a warp, and known to be: wgmma must not stand where threads could part.
-__device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-__device__ inline int group_of_thread() { return uniform(threadIdx.x / kGroupThreads); }
-
 // Shared memory, from the start: barriers and what goes with a stage, the table of steps, weights, pixels,
 // staging and carry of each group of consumers.
 struct SharedHead {
@@ -329,11 +331,7 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
       continue;
     }
     for_each_tile<Pass::kAllRowBlocks>(t, item_at<Pass::kAllRowBlocks>(t, index), [&](const Tile& tile) {
-      // CUDA 13.0's ptxas takes max(min(a, b), 0) == b to be true always; so it must not see what tile.rows
-      // is.
-      int tile_rows = tile.rows;
-      asm volatile("" : "+r"(tile_rows));
-      const bool is_whole = tile_rows == t.tile_rows && tile.cols == t.tile_cols;
+      const bool is_whole = tile.rows == t.tile_rows && tile.cols == t.tile_cols;
       const ThreadRows rows(p, tile.row_block,
                             is_whole ? whole : pixel_masks<kColumns>(t, stacked, tile.rows, tile.cols));
       pass.prepare(tile, rows);

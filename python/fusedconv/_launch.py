@@ -63,18 +63,12 @@ def _runs_directly(input: Tensor, weight: Tensor, groups: int) -> bool:
     return input.dtype is torch.float64 or math.prod(weight.shape[1:]) <= _MOST_PRODUCTS
 
 
-# The same on CUDA, where PyTorch's flags let cuDNN use TF32: our exact products are three.
-_MOST_EXACT_PRODUCTS = 256
-
-
-def _prefers_two_steps(input: Tensor, weight: Tensor, groups: int, precision: str) -> str:
+def _prefers_two_steps(groups: int) -> str:
     """Why PyTorch's conv runs on CUDA; empty if our own may."""
     if groups != 1:
         return "two-step, groups"
-    forced = os.environ.get("FUSEDCONV_CUDA_PATH") == "direct"  # for tests
-    exact = precision == "default" and input.dtype is torch.float32 and torch.backends.cudnn.allow_tf32
-    if exact and math.prod(weight.shape[1:]) > _MOST_EXACT_PRODUCTS and not forced:
-        return "two-step, many products"
+    if os.environ.get("FUSEDCONV_CUDA_PATH") != "direct":
+        return "two-step, the direct path has not passed all of its tests yet: FUSEDCONV_CUDA_PATH=direct takes it"
     return ""
 
 
@@ -150,7 +144,7 @@ class Launcher:
         """None where the conv is left to PyTorch. A debug log tells which, and why."""
         if not self._has_conv:
             return None
-        plan = _prefers_two_steps(args[0], args[1], args[-1], precision)
+        plan = _prefers_two_steps(groups=args[-1])
         run = None
         if not plan:
             launch = self._launch(
