@@ -122,6 +122,13 @@ struct ThreadRows {
   }
 };
 
+// Whether the tensor cores' arithmetic serves for the weights of a block of rows: the same answer for all
+// threads.
+__device__ inline bool has_finite_weights(const ConvProblem& p, int row_block) {
+  const int* exponents = p.exponents + row_block * kRows + threadIdx.x % kWarpThreads;
+  return __all_sync(~0u, exponents[0] != kNonFinite && exponents[kWarpThreads] != kNonFinite);
+}
+
 // Calls visit(j, row, col) for each 8 columns of a product, which lie in one row of shared memory: col is the
 // first's.
 template <int kColumns, class Visit>
@@ -339,7 +346,7 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) d[i] = 0;
       int exponent = kMostExponent;
-      bool finite = rows.exponent[0] != kNonFinite && rows.exponent[1] != kNonFinite;
+      bool finite = has_finite_weights(p, tile.row_block);
       for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next()) {
         wait(&s.head->full[group][ring.stage], parities >> ring.stage & 1);
         parities ^= 1u << ring.stage;
@@ -363,6 +370,7 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
         unscale<Mode>(d, rows, exponent);
       } else {
         recompute<Mode, kColumns>(p, tile, rows, d, reinterpret_cast<float*>(staging));
+        sync_threads(group + 1, kGroupThreads);  // the pass writes where other threads' values were
       }
       pass.template finish<kColumns>(tile, rows, d);
     });
