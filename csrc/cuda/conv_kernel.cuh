@@ -102,32 +102,34 @@ __device__ PixelMasks pixel_masks(const ConvTiling& t, int stacked, int rows, in
 
 // What a thread knows of the two rows of accumulators that it holds, and of their channels.
 struct ThreadRows {
-  int stacked;      // which of the stacked rows of the output, the same for both
-  int channel[2];   // of the output; beyond the last where the row is not used
-  int exponent[2];  // of the weights' scale
-  float bias[2];    // of the conv
-  PixelMasks pixels;
+  int row_block = -1;
+  int stacked;        // which of the stacked rows of the output, the same for both
+  int channel[2];     // of the output; beyond the last where the row is not used
+  int exponent[2];    // of the weights' scale
+  float bias[2];      // of the conv
+  bool are_finite;    // the weights of the whole block of rows
+  PixelMasks pixels;  // of the tile
 
-  __device__ ThreadRows(const ConvProblem& p, int row_block, const PixelMasks& masks) : pixels(masks) {
+  __device__ explicit ThreadRows(const ConvTiling& t)
+      : stacked(threadIdx.x % kHalfThreads / kWarpThreads * 16 >> t.stack_shift) {}
+
+  __device__ void load(const ConvProblem& p, int block) {
     const ConvTiling& t = p.tiling;
+    row_block = block;
+    const int* exponents = p.exponents + row_block * kRows;
     const int row = threadIdx.x % kHalfThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
-    stacked = row >> t.stack_shift;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int m = row + 8 * k;
       channel[k] = row_block * kRows + (m & (t.stack_channels - 1));
-      exponent[k] = p.exponents[row_block * kRows + m];
+      exponent[k] = exponents[m];
       bias[k] = p.conv_bias != nullptr && channel[k] < t.out_channels ? p.conv_bias[channel[k]] : 0.0f;
     }
+    const int lane = threadIdx.x % kWarpThreads;
+    are_finite =
+        __all_sync(~0u, exponents[lane] != kNonFinite && exponents[lane + kWarpThreads] != kNonFinite);
   }
 };
-
-// Whether the tensor cores' arithmetic serves for the weights of a block of rows: the same answer for all
-// threads.
-__device__ inline bool has_finite_weights(const ConvProblem& p, int row_block) {
-  const int* exponents = p.exponents + row_block * kRows + threadIdx.x % kWarpThreads;
-  return __all_sync(~0u, exponents[0] != kNonFinite && exponents[kWarpThreads] != kNonFinite);
-}
 
 // Calls visit(j, row, col) for each 8 columns of a product, which lie in one row of shared memory: col is the
 // first's.
@@ -327,8 +329,8 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
   uint8_t* staging = s.staging + group * t.staging_bytes;
   Pass pass(p, staging, s.carry + group * t.carry_bytes, group + 1);
   Ring ring(t.stages);
-  const int stacked = threadIdx.x % kHalfThreads / kWarpThreads * 16 >> t.stack_shift;
-  const PixelMasks whole = pixel_masks<kColumns>(t, stacked, t.tile_rows, t.tile_cols);
+  ThreadRows rows(t);
+  const PixelMasks whole = pixel_masks<kColumns>(t, rows.stacked, t.tile_rows, t.tile_cols);
   const int stages_of_item = (Pass::kAllRowBlocks ? t.row_blocks : 1) * t.sub_tiles * t.chunks;
   uint32_t parities = 0;  // of this group's next round, a bit for each stage
   int turn = 0;
@@ -339,14 +341,17 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
     }
     for_each_tile<Pass::kAllRowBlocks>(t, item_at<Pass::kAllRowBlocks>(t, index), [&](const Tile& tile) {
       const bool is_whole = tile.rows == t.tile_rows && tile.cols == t.tile_cols;
-      const ThreadRows rows(p, tile.row_block,
-                            is_whole ? whole : pixel_masks<kColumns>(t, stacked, tile.rows, tile.cols));
+      if (tile.row_block != rows.row_block) {
+        rows.load(p, tile.row_block);
+        pass.set_rows(rows);
+      }
+      rows.pixels = is_whole ? whole : pixel_masks<kColumns>(t, rows.stacked, tile.rows, tile.cols);
       pass.prepare(tile, rows);
       float d[kColumns / 2];
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) d[i] = 0;
       int exponent = kMostExponent;
-      bool finite = has_finite_weights(p, tile.row_block);
+      bool finite = rows.are_finite;
       for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next()) {
         wait(&s.head->full[group][ring.stage], parities >> ring.stage & 1);
         parities ^= 1u << ring.stage;

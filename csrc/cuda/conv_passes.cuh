@@ -43,6 +43,8 @@ class PassBase {
   __device__ PassBase(const ConvProblem& problem, uint8_t* staging, uint8_t* carry, int barrier)
       : p_(problem), staging_(staging), carry_(carry), barrier_(barrier) {}
 
+  // Called before the first tile with these rows.
+  __device__ void set_rows(const ThreadRows&) {}
   // Until nobody reads the staging memory any more.
   __device__ void before_staging() {
 #if __CUDA_ARCH__ >= 900
@@ -304,12 +306,14 @@ class PoolPass : public PassBase {
   static constexpr bool kAllRowBlocks = false;
   using PassBase::PassBase;
 
+  __device__ void set_rows(const ThreadRows& rows) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      sign_[k] = rows.channel[k] < p_.tiling.out_channels ? direction(rows.channel[k]) : 1.0f;
+  }
+
   __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
     channels_.load(p_, tile, rows, nullptr);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      sign_[k] = rows.channel[k] < p_.tiling.out_channels ? direction(rows.channel[k]) : 1.0f;
-    }
   }
 
   template <int kColumns>
