@@ -156,16 +156,15 @@ __device__ float conv_at(const ConvProblem& p, int64_t sample, int channel, int 
   const In* input = static_cast<const In*>(p.input.data) + sample * p.input.stride[0];
   const In* weight = static_cast<const In*>(p.weight.data) + channel * p.weight.stride[0];
   for (int kh = 0; kh < t.kernel[0]; ++kh) {
-    const int h = row - t.padding[0] + kh * t.dilation[0];
-    if (unsigned(h) >= unsigned(t.in_size[0])) continue;
     for (int kw = 0; kw < t.kernel[1]; ++kw) {
+      const int h = row - t.padding[0] + kh * t.dilation[0];
       const int w = col - t.padding[1] + kw * t.dilation[1];
-      if (unsigned(w) >= unsigned(t.in_size[1])) continue;
+      const bool exists = unsigned(h) < unsigned(t.in_size[0]) && unsigned(w) < unsigned(t.in_size[1]);
       const In* x = input + h * p.input.stride[2] + w * p.input.stride[3];
       const In* k = weight + kh * p.weight.stride[2] + kw * p.weight.stride[3];
-      for (int c = 0; c < t.in_channels; ++c) {
-        sum = fmaf(static_cast<float>(x[c * p.input.stride[1]]),
-                   static_cast<float>(k[c * p.weight.stride[1]]), sum);
+      for (int c = 0; c < t.in_channels; ++c) {  // the padding's zeros count: times infinity they are NaN
+        const float pixel = exists ? static_cast<float>(x[c * p.input.stride[1]]) : 0.0f;
+        sum = fmaf(pixel, static_cast<float>(k[c * p.weight.stride[1]]), sum);
       }
     }
   }
