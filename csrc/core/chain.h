@@ -51,7 +51,13 @@ struct Chain {
     return kKeepsConv ? Pre::value(kept, kept, channel) : kept;
   }
 
-  // Everything up to the reduction, from what was kept.
+  // Everything up to the reduction, from the conv's output.
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X v, const Channel<T>& channel) {
+    return Post::value(Norm::value(Pre::value(v, v, channel), channel), v, channel);
+  }
+
+  // The same from what was kept.
   template <class X, class T>
   static FUSEDCONV_INLINE X pointwise(X kept, const Channel<T>& channel) {
     return Post::value(Norm::value(before_norm(kept, channel), channel), kept, channel);

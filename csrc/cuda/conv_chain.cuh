@@ -16,15 +16,11 @@ using cuda::ConvPlan;
 using cuda::ConvSource;
 
 template <class Chain>
-constexpr cuda::ChainTraits kChainTraits{Chain::kNeedsStatistics, Chain::Reduce::kPools,
-                                         Chain::Reduce::kReducesChannels};
-
-template <class Chain>
 struct ConvChain {
   static constexpr bool kPools = Chain::Reduce::kPools;
 
   static ConvPlan plan(const Problem& problem, const Card& card) {
-    return cuda::plan_conv(problem, kChainTraits<Chain>, card);
+    return cuda::plan_conv(problem, kPools, card);
   }
 
   static size_t workspace(const Problem& problem, const ConvPlan& plan) {

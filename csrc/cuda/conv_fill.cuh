@@ -119,16 +119,10 @@ __device__ void load_batch(const ConvProblem& p, const Source& from, int first, 
 }
 
 // The larger magnitude; NaN wins.
-__device__ inline float larger_magnitude(float most, float x) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(most), "f"(fabsf(x)));
-  return y;
-}
-
 template <class In>
 __device__ float larger_magnitude(float most, const Unit<In>& unit) {
 #pragma unroll
-  for (int i = 0; i < kUnitElements; ++i) most = larger_magnitude(most, static_cast<float>(unit.value[i]));
+  for (int i = 0; i < kUnitElements; ++i) most = maximum(most, fabsf(static_cast<float>(unit.value[i])));
   return most;
 }
 

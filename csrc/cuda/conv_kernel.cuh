@@ -72,6 +72,11 @@ __device__ void for_each_tile(const ConvTiling& t, const Item& item, const Visit
   }
 }
 
+// The first of a thread's two rows of a product; the other is 8 further down.
+__device__ inline int row_of_thread() {
+  return threadIdx.x % kHalfThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
+}
+
 // Which half of a tile's columns a thread has.
 __device__ inline int half_of_thread() { return threadIdx.x / kHalfThreads % 2; }
 
@@ -110,17 +115,15 @@ struct ThreadRows {
   bool are_finite;    // the weights of the whole block of rows
   PixelMasks pixels;  // of the tile
 
-  __device__ explicit ThreadRows(const ConvTiling& t)
-      : stacked(threadIdx.x % kHalfThreads / kWarpThreads * 16 >> t.stack_shift) {}
+  __device__ explicit ThreadRows(const ConvTiling& t) : stacked(row_of_thread() >> t.stack_shift) {}
 
   __device__ void load(const ConvProblem& p, int block) {
     const ConvTiling& t = p.tiling;
     row_block = block;
     const int* exponents = p.exponents + row_block * kRows;
-    const int row = threadIdx.x % kHalfThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const int m = row + 8 * k;
+      const int m = row_of_thread() + 8 * k;
       channel[k] = row_block * kRows + (m & (t.stack_channels - 1));
       exponent[k] = exponents[m];
       bias[k] = p.conv_bias != nullptr && channel[k] < t.out_channels ? p.conv_bias[channel[k]] : 0.0f;
@@ -347,6 +350,8 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
       rows.pixels = is_whole ? whole : pixel_masks<kColumns>(t, rows.stacked, tile.rows, tile.cols);
       pass.prepare(tile, rows);
       float d[kColumns / 2];
+      // wgmma is told that these are zeros all the same: else ptxas serialises it (C7515), and without them
+      // it keeps the last tile's values alive.
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) d[i] = 0;
       int exponent = kMostExponent;

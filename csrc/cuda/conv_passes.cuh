@@ -4,6 +4,7 @@
 
 #include "../core/chain.h"
 #include "conv_kernel.cuh"
+#include "tensor_reduce.cuh"
 #include "vector_access.cuh"
 
 namespace fusedconv {
@@ -30,13 +31,6 @@ struct ThreadChannels {
   }
 };
 
-// Everything up to the reduction.
-template <class Chain>
-__device__ float value_of(float v, const Channel<float>& channel) {
-  const float pre = Chain::Pre::value(v, v, channel);
-  return Chain::Post::value(Chain::Norm::value(pre, channel), v, channel);
-}
-
 // What passes share: the memory of their group of threads, and its barrier.
 class PassBase {
  public:
@@ -61,7 +55,7 @@ class PassBase {
   __device__ static int warp() { return thread() / kWarpThreads; }
   __device__ float* staging() const { return reinterpret_cast<float*>(staging_); }
   // The row of staging memory for the k-th row of accumulators.
-  __device__ static int staging_row(int k) { return warp() % 4 * 16 + lane() / 4 + 8 * k; }
+  __device__ static int staging_row(int k) { return row_of_thread() + 8 * k; }
 
   const ConvProblem& p_;
   uint8_t* const staging_;
@@ -166,7 +160,7 @@ class StorePass : public PassBase {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
       const Channel<float>& channel = channels_.channel[i / 2 % 2];
-      const float y = value_of<Chain>(d[i], channel);
+      const float y = Chain::value(d[i], channel);
       d[i] = Chain::Final::value(y, y, channel);
     }
     if (p_.output.dtype == DType::kFloat32) {
@@ -454,8 +448,8 @@ class LogSumExpPass : public PassBase {
       const Channel<float>& channel = channels_.channel[k];
 #pragma unroll
       for (int i = 0; i < kColumns / 2; i += 4) {
-        *reinterpret_cast<float2*>(to + 2 * i) = {value_of<Chain>(d[i + 2 * k], channel),
-                                                  value_of<Chain>(d[i + 2 * k + 1], channel)};
+        *reinterpret_cast<float2*>(to + 2 * i) = {Chain::value(d[i + 2 * k], channel),
+                                                  Chain::value(d[i + 2 * k + 1], channel)};
       }
     }
     sync();
@@ -472,7 +466,8 @@ class LogSumExpPass : public PassBase {
     if (column >= 2 * kColumns) return;
     for (int f = 0; f < t.stack; ++f) {
       if (tile.row_block == 0) sum_ = {};
-      sum_.add(staging() + f * t.stack_channels * kPitch + column, kPitch, channels);
+      const float* from = staging() + f * t.stack_channels * kPitch + column;
+      sum_.add(channel_logsumexp<float>(channels, 0, 1, [&](int c) { return from[c * kPitch]; }));
       if (tile.row_block + 1 == t.row_blocks) write(tile, column, f, sum_.value());
     }
   }
@@ -492,54 +487,8 @@ class LogSumExpPass : public PassBase {
     }
   }
 
-  // The logarithm of a sum of exponentials so far: of exp(x - most), most being the largest. In powers of
-  // two, which the hardware takes.
-  struct LogSumExp {
-    float most = -INFINITY;
-    float sum = 0;
-
-    __device__ void add(const float* from, int pitch, int count) {
-      for (; count >= kChunk; count -= kChunk, from += kChunk * pitch) add_chunk(from, pitch, kChunk);
-      if (count > 0) add_chunk(from, pitch, count);
-    }
-
-    __device__ void add_chunk(const float* from, int pitch, int count) {
-      float x[kChunk];
-      float highest = most;
-#pragma unroll
-      for (int c = 0; c < kChunk; ++c) {
-        x[c] = c < count ? from[c * pitch] : -INFINITY;
-        highest = maximum(highest, x[c]);
-      }
-      const float shift = (isinf(highest) ? 0.0f : highest) * kLog2E;
-      sum *= exp2_fast(fmaf(most, kLog2E, -shift));
-#pragma unroll
-      for (int c = 0; c < kChunk; ++c) sum += exp2_fast(fmaf(x[c], kLog2E, -shift));
-      most = highest;
-    }
-
-    __device__ float value() const {
-      if (isinf(most)) return most;
-      return fmaf(log2_fast(sum), kLn2, most);
-    }
-
-    static constexpr int kChunk = 16;
-    static constexpr float kLog2E = 1.4426950408889634f;
-    static constexpr float kLn2 = 0.6931471805599453f;
-    __device__ static float exp2_fast(float x) {
-      float y;
-      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-      return y;
-    }
-    __device__ static float log2_fast(float x) {
-      float y;
-      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-      return y;
-    }
-  };
-
   ThreadChannels<kReadChannel<typename Chain::Pre, typename Chain::Post>> channels_;
-  LogSumExp sum_;
+  LogSumExp<float> sum_;
 };
 
 }  // namespace FUSEDCONV_TARGET

@@ -179,8 +179,7 @@ void set_taps(ConvTiling& t) {
 }
 
 // What is in shared memory; false if it does not fit.
-bool set_memory(ConvTiling& t, int columns, int parts, const ChainTraits& chain, const int64_t pool[2],
-                const Card& card) {
+bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t pool[2], const Card& card) {
   const int plane_units = t.stack * t.phase_rows * t.pitch;
   int furthest = 0;  // unit where the columns of a product start
   for (int i = 0; i < t.tap_rows; ++i) furthest = std::max(furthest, row_slot(t, t.tap_row[i]) * t.pitch);
@@ -193,8 +192,8 @@ bool set_memory(ConvTiling& t, int columns, int parts, const ChainTraits& chain,
   t.staging_bytes = kRows * (columns + kStagingPadding) * int(sizeof(float));
   const int windows_across = t.tile_cols / int(pool[1]);
   t.carry_bytes = 0;
-  if (chain.pools) {  // a sign for each channel and, if windows reach into further sub-tiles, what is known
-                      // of them
+  if (pools) {  // a sign for each channel and, if windows reach into further sub-tiles, what is known
+                // of them
     const int carried = t.sub_tiles > 1 ? t.stack_channels * windows_across : 0;
     t.carry_bytes = round_up((kRows + carried) * int(sizeof(float)), kUnitBytes);
   }
@@ -236,21 +235,21 @@ ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-
 
 }  // namespace
 
-ConvPlan plan_conv(const Problem& problem, const ChainTraits& chain, const Card& card) {
+ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   const std::string reason = reason_against(problem);
   if (!reason.empty()) return two_steps(reason);
   ConvPlan plan{source_for(card), "", {}};
   if (plan.source == ConvSource::kNone) return two_steps("no kernels of a conv for this card");
   const int columns = plan.source == ConvSource::kSm90a ? 256 : 128;  // as the kernels' products have
   const int64_t no_pool[2] = {1, 1};
-  const int64_t* pool = chain.pools ? problem.arguments.pool : no_pool;
+  const int64_t* pool = pools ? problem.arguments.pool : no_pool;
   ConvTiling& t = plan.tiling;
   set_conv(t, problem);
   set_units(t, problem.input);
   set_stack(t);
   if (!set_tiles(t, columns, pool)) return two_steps("no tile of these sizes");
   set_taps(t);
-  if (!set_memory(t, columns, parts_of(problem), chain, pool, card)) return two_steps("shared memory");
+  if (!set_memory(t, columns, parts_of(problem), pools, pool, card)) return two_steps("shared memory");
   plan.reason = describe(plan);
   return plan;
 }

@@ -13,20 +13,14 @@ namespace cuda {
 
 enum class ConvSource { kNone, kSm80, kSm90a };
 
-// What of a chain the plan depends on.
-struct ChainTraits {
-  bool needs_statistics;
-  bool pools;
-  bool reduces_channels;
-};
-
 struct ConvPlan {
   ConvSource source;   // kNone: two steps
   std::string reason;  // for the log
   ConvTiling tiling;
 };
 
-ConvPlan plan_conv(const Problem& problem, const ChainTraits& chain, const Card& card);
+// pools: whether the chain has a pool, whose windows tiles follow.
+ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card);
 
 }  // namespace cuda
 }  // namespace fusedconv

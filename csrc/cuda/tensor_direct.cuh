@@ -29,8 +29,7 @@ class DirectValues {
     const int64_t place = shape.channels_last ? p * shape.channels + c : c * shape.pixels + p;
     const T v =
         widen<T>(static_cast<const In*>(work_.input)[sample_ * shape.channels * shape.pixels + place]);
-    const T kept = Chain::kKeepsConv ? v : Chain::Pre::value(v, v, channel);
-    return Chain::pointwise(kept, channel);
+    return Chain::value(v, channel);
   }
 
  private:
