@@ -95,7 +95,9 @@ struct ConvChain {
                   nullptr,
                   nullptr,
                   nullptr};
-    p.tiling.reads_vectors &= reinterpret_cast<uintptr_t>(problem.input.data) % kUnitBytes == 0;
+    const bool aligned = reinterpret_cast<uintptr_t>(problem.input.data) % kVectorBytes == 0;
+    p.tiling.reads_vectors &= aligned;
+    p.tiling.reads_rows &= aligned;
     Workspace workspace(base);
     const int64_t channels = int64_t(p.samples) * t.out_channels;
     const int64_t packed_bytes = int64_t(2) * t.weights_bytes * t.chunks * t.row_blocks;

@@ -4,6 +4,7 @@
 #include "barriers.cuh"
 #include "conv_modes.cuh"
 #include "conv_problem.cuh"
+#include "vector_access.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -24,8 +25,16 @@ struct Unit {
   In value[kUnitElements];
 };
 
-// A thread has every kFillThreads-th unit of a stage, in batches that are loaded together.
-constexpr int kBatchUnits = 4;
+// Four units of neighbouring pixels, which are loaded together.
+constexpr int kQuadUnits = 4;
+template <class In>
+struct Quad {
+  Unit<In> unit[kQuadUnits];
+};
+
+// A thread has every kFillThreads-th quad of a stage, in registers: a stage is read once, though its scale
+// must be known before anything is written.
+constexpr int kThreadQuads = cuda::kMostChunkUnits / (kQuadUnits * kFillThreads);
 
 // Where a unit is, from a tile's first pixel and channel.
 struct UnitPlace {
@@ -41,90 +50,103 @@ struct UnitPlace {
   }
 };
 
-template <class In>
-__device__ uint32_t byte_offset(const ConvProblem& p, int channel, int row, int col) {
-  return (uint32_t(channel) * uint32_t(p.input.stride[1]) + uint32_t(row) * uint32_t(p.input.stride[2]) +
-          uint32_t(col) * uint32_t(p.input.stride[3])) *
-         sizeof(In);
-}
-
-// Calls visit(index, i) for each of a thread's units in a batch that starts with unit `first`: the i-th of
-// the batch.
+// Calls visit(unit, k) for each quad of a thread, its k-th: unit is the first one's number in the stage.
 template <class Visit>
-__device__ void for_each_unit(int first, int units, const Visit& visit) {
+__device__ void for_each_quad(int units, const Visit& visit) {
 #pragma unroll
-  for (int i = 0; i < kBatchUnits; ++i) {
-    const int index = first + i * kFillThreads;
-    if (index < units) visit(index, i);
+  for (int k = 0; k < kThreadQuads; ++k) {
+    const int unit = (filler() + k * kFillThreads) * kQuadUnits;
+    if (unit < units) visit(unit, k);
   }
 }
 
-// Calls visit(first) for each batch.
-template <class Visit>
-__device__ void for_each_batch(int units, const Visit& visit) {
-#pragma unroll 1
-  for (int first = filler(); first < units; first += kBatchUnits * kFillThreads) visit(first);
+// Values from global memory, or zeros.
+template <int kCount, class In>
+__device__ Pack<In, kCount> load_if(bool exist, const uint8_t* from) {
+  return exist ? load_pack<kCount>(reinterpret_cast<const In*>(from)) : Pack<In, kCount>{};
 }
 
-// Loads a batch; zeros where there is no pixel. Where there is no channel the weights are zeros, and
-// any channel's value will do.
+// Loads a quad, whose first unit is at a place; zeros where there is no pixel. Where there is no channel the
+// weights are zeros, and any channel's value will do.
 template <class In>
-__device__ void load_batch(const ConvProblem& p, const Source& from, int first, int units,
-                           Unit<In> (&unit)[kBatchUnits]) {
+__device__ void load_quad(const ConvProblem& p, const Source& from, const UnitPlace& place, Quad<In>& quad) {
   const ConvTiling& t = p.tiling;
+  const int row = from.row + place.row;
+  const int col = from.col + place.col;
+  const bool is_row = unsigned(row) < unsigned(t.in_size[0]);
+  const auto exists = [&](int col) { return is_row && unsigned(col) < unsigned(t.in_size[1]); };
   const int first_channel = from.block * t.unit_channels;
-  const uint8_t* sample = static_cast<const uint8_t*>(from.sample);
-  const auto for_each = [&](const auto& load) {
-    for_each_unit(first, units, [&](int index, int i) {
-      const UnitPlace place(t, index);
-      const int row = from.row + place.row;
-      const int col = from.col + place.col;
-      const bool is_row = unsigned(row) < unsigned(t.in_size[0]);
-      load(unit[i], byte_offset<In>(p, first_channel + place.block * kUnitElements, row, col), is_row, col);
-    });
-  };
-  const auto is_col = [&](int col) { return unsigned(col) < unsigned(t.in_size[1]); };
-  const uint32_t channel_bytes = uint32_t(p.input.stride[1]) * sizeof(In);
-  if (t.reads_vectors) {
-    for_each([&](Unit<In>& u, uint32_t offset, bool is_row, int col) {
-      uint4* to = reinterpret_cast<uint4*>(&u);
-      const bool exists = is_row && is_col(col);
+  const int64_t channel_bytes = p.input.stride[1] * int(sizeof(In));
+  const int col_bytes = int(p.input.stride[3]) * int(sizeof(In));
+  // The quad's first pixel may not exist, and others may.
+  const uint8_t* at = static_cast<const uint8_t*>(from.sample) +
+                      (first_channel + place.block * kUnitElements) * channel_bytes +
+                      row * p.input.stride[2] * int(sizeof(In)) + int64_t(col) * col_bytes;
+  const int last = t.blocks_per_chunk > 1 ? kUnitElements - 1 : t.in_channels - 1 - first_channel;
+  if (t.reads_rows) {
+    const bool exist = exists(col);  // all or none
 #pragma unroll
-      for (int i = 0; i < int(sizeof(u) / sizeof(uint4)); ++i)
-        to[i] = exists ? __ldg(reinterpret_cast<const uint4*>(sample + offset) + i) : uint4{};
-    });
-  } else if (t.unit_taps == 1) {
-    const int last = t.blocks_per_chunk > 1 ? kUnitElements - 1 : t.in_channels - 1 - first_channel;
-    for_each([&](Unit<In>& u, uint32_t offset, bool is_row, int col) {
-      const bool exists = is_row && is_col(col);
+    for (int i = 0; i < kUnitElements; ++i) {
+      const auto pixels = load_if<kQuadUnits, In>(exist, at + min(i, last) * channel_bytes);
 #pragma unroll
-      for (int i = 0; i < kUnitElements; ++i) {
-        const uint8_t* channel = sample + min(i, last) * channel_bytes;
-        u.value[i] = exists ? __ldg(reinterpret_cast<const In*>(channel + offset)) : In(0.0f);
-      }
-    });
+      for (int k = 0; k < kQuadUnits; ++k) quad.unit[k].value[i] = pixels.element[k];
+    }
+  } else if (t.reads_vectors) {
+    constexpr int kWidth = kVectorBytes / int(sizeof(In));
+#pragma unroll
+    for (int i = 0; i < kQuadUnits * kUnitElements; i += kWidth) {
+      const int k = i / kUnitElements;
+      const auto values =
+          load_if<kWidth, In>(exists(col + k), at + k * col_bytes + i % kUnitElements * sizeof(In));
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) quad.unit[k].value[i % kUnitElements + j] = values.element[j];
+    }
   } else {
-    const uint32_t tap_bytes = uint32_t(t.dilation[1]) * uint32_t(p.input.stride[3]) * sizeof(In);
-    for_each([&](Unit<In>& u, uint32_t offset, bool is_row, int col) {
 #pragma unroll
-      for (int i = 0; i < kUnitElements; ++i) {
-        const int tap = i / t.unit_channels;
-        const uint8_t* channel = sample + min(i & (t.unit_channels - 1), t.in_channels - 1) * channel_bytes;
-        const bool exists = is_row && is_col(col + tap * t.dilation[1]);
-        u.value[i] =
-            exists ? __ldg(reinterpret_cast<const In*>(channel + (offset + tap * tap_bytes))) : In(0.0f);
+    for (int i = 0; i < kUnitElements; ++i) {
+      const int shift = i / t.unit_channels * t.dilation[1];  // of the value's tap
+      const int channel = min(i & (t.unit_channels - 1), last);
+      const uint8_t* first = at + channel * channel_bytes + shift * col_bytes;
+#pragma unroll
+      for (int k = 0; k < kQuadUnits; ++k) {
+        quad.unit[k].value[i] = load_if<1, In>(exists(col + k + shift), first + k * col_bytes).element[0];
       }
-    });
+    }
   }
 }
 
-// The larger magnitude; NaN wins.
+// The largest magnitude of many values; NaN wins. Of types of two bytes it keeps two at once, as bits: these
+// are in the order of the magnitudes.
 template <class In>
-__device__ float larger_magnitude(float most, const Unit<In>& unit) {
+class Magnitude {
+ public:
+  __device__ void add(const Unit<In>& unit) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(&unit);
 #pragma unroll
-  for (int i = 0; i < kUnitElements; ++i) most = maximum(most, fabsf(static_cast<float>(unit.value[i])));
-  return most;
-}
+    for (int i = 0; i < int(sizeof(unit) / sizeof(*words)); ++i)
+      most_ = __vmaxu2(most_, words[i] & 0x7fff7fff);
+  }
+  __device__ float value() const {
+    const uint32_t most = max(most_ & 0xffff, most_ >> 16);
+    return static_cast<float>(reinterpret_cast<const In&>(most));
+  }
+
+ private:
+  uint32_t most_ = 0;
+};
+
+template <>
+class Magnitude<float> {
+ public:
+  __device__ void add(const Unit<float>& unit) {
+#pragma unroll
+    for (const float& x : unit.value) most_ = maximum(most_, fabsf(x));
+  }
+  __device__ float value() const { return most_; }
+
+ private:
+  float most_ = 0;
+};
 
 // The same of all threads that fill, as the bits of a float.
 __device__ inline unsigned largest_of_all(float most, int barrier, unsigned* of_warp) {
@@ -167,23 +189,22 @@ __device__ int fill_pixels(const ConvProblem& p, const Source& from, uint8_t* to
   using In = typename Mode::In;
   const ConvTiling& t = p.tiling;
   const int units = t.blocks_per_chunk * t.plane_units;
-  Unit<In> unit[kBatchUnits];
-  float magnitude = 0;
-  for_each_batch(units, [&](int first) {
-    load_batch(p, from, first, units, unit);
-    for_each_unit(first, units, [&](int, int i) { magnitude = larger_magnitude(magnitude, unit[i]); });
+  Quad<In> quad[kThreadQuads];
+  for_each_quad(units, [&](int unit, int k) { load_quad(p, from, UnitPlace(t, unit), quad[k]); });
+  Magnitude<In> magnitude;
+  for_each_quad(units, [&](int, int k) {
+#pragma unroll
+    for (const Unit<In>& of_pixel : quad[k].unit) magnitude.add(of_pixel);
   });
-  const unsigned most = largest_of_all(magnitude, barrier, of_warp);
+  const unsigned most = largest_of_all(magnitude.value(), barrier, of_warp);
   if (Mode::kScales) exponent = min(exponent, scale_exponent(most));
   const float scale = power_of_two(exponent);
   before_store();
-  const bool kept = units <= kBatchUnits * kFillThreads;
-  for_each_batch(units, [&](int first) {
-    if (!kept) load_batch(p, from, first, units, unit);  // a cache has them
-    for_each_unit(first, units, [&](int index, int i) {
-      const int place = index + t.by_plane_units.divide(index) * (t.plane - t.plane_units);
-      store_unit<Mode>(unit[i], scale, to + place * kUnitBytes, t.pixels_bytes);
-    });
+  for_each_quad(units, [&](int unit, int k) {
+    uint8_t* at = to + (unit + t.by_plane_units.divide(unit) * (t.plane - t.plane_units)) * kUnitBytes;
+#pragma unroll
+    for (int i = 0; i < kQuadUnits; ++i)
+      store_unit<Mode>(quad[k].unit[i], scale, at + i * kUnitBytes, t.pixels_bytes);
   });
   return most < kInfinityBits ? exponent : kNonFinite;
 }

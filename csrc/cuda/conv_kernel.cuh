@@ -264,7 +264,7 @@ __device__ inline void fill_table(const ConvTiling& t, uint32_t* table) {
     half_step = min(half_step, last);
     const int tap = half_step % units_per_block;
     return uint32_t(half_step / units_per_block * t.plane +
-                    row_slot(t, t.tap_row[tap / t.tap_groups]) * t.pitch +
+                    row_slot(t, t.tap_row[tap / t.tap_groups]) * t.pitch + t.lead +
                     tap % t.tap_groups * t.unit_taps * t.dilation[1]);
   };
   for (int s = threadIdx.x; s < t.half_steps / 2; s += kConvThreads) {
@@ -302,7 +302,7 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
           static_cast<const typename Mode::In*>(p.input.data) + tile.sample * p.input.stride[0];
       int exponent = kMostExponent;
       for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next()) {
-        const Source from{sample, tile.row - t.padding[0], tile.col - t.padding[1],
+        const Source from{sample, tile.row - t.padding[0], tile.col - t.padding[1] - t.lead,
                           chunk * t.blocks_per_chunk};
         const auto before_store = [&] {
           wait(&s.head->empty[ring.stage], (ring.round & 1) ^ 1);
@@ -323,6 +323,27 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
   }
 }
 
+// The tensor cores cut sums off, which adds up: after so many steps their sums are added up outside, rounded.
+constexpr int kMostSumSteps = 8;
+
+// Adds what is in memory, brought to the accumulators' scale, to them, and leaves the sums there as well.
+template <int kColumns>
+__device__ void fold(float (&d)[kColumns / 2], uint8_t* staging, float rescale, bool is_first) {
+  float4* sums = reinterpret_cast<float4*>(staging) + threadIdx.x % kGroupThreads;
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; ++i) {
+    float4& sum = sums[i * kGroupThreads];
+    float* part = d + 4 * i;
+    if (!is_first) {
+      part[0] = fmaf(sum.x, rescale, part[0]);
+      part[1] = fmaf(sum.y, rescale, part[1]);
+      part[2] = fmaf(sum.z, rescale, part[2]);
+      part[3] = fmaf(sum.w, rescale, part[3]);
+    }
+    sum = {part[0], part[1], part[2], part[3]};
+  }
+}
+
 template <class SourceOfTiles, class Mode, class Pass>
 __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int items) {
   constexpr int kColumns = SourceOfTiles::kColumns;
@@ -333,6 +354,7 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
   Ring ring(t.stages);
   ThreadRows rows(t);
   const PixelMasks whole = pixel_masks<kColumns>(t, rows.stacked, t.tile_rows, t.tile_cols);
+  const int steps = t.half_steps / 2;
   const int stages_of_item = (Pass::kAllRowBlocks ? t.row_blocks : 1) * t.sub_tiles * t.chunks;
   uint32_t parities = 0;  // of this group's next round, a bit for each stage
   int turn = 0;
@@ -356,21 +378,37 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
       for (int i = 0; i < kColumns / 2; ++i) d[i] = 0;
       int exponent = kMostExponent;
       bool finite = rows.are_finite;
+      const bool folds = Mode::kParts == 2 && t.chunks * steps > kMostSumSteps;
+      if (folds) pass.before_staging();
+      bool is_first = true;
       for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next()) {
         wait(&s.head->full[group][ring.stage], parities >> ring.stage & 1);
         parities ^= 1u << ring.stage;
         const int found = uniform(s.head->exponent[ring.stage]);
         finite &= found != kNonFinite;
-        if (chunk > 0 && found < exponent)
-          multiply_all(d, power_of_two(max(found - exponent, -kMostExponent)));
+        float rescale =
+            chunk > 0 && found < exponent ? power_of_two(max(found - exponent, -kMostExponent)) : 1;
         if (found != kNonFinite) exponent = found;
-        SourceOfTiles::template add<Mode>(
-            d,
-            {shared_address(s.weights) + (t.weights_stay ? 0 : ring.stage) * Mode::kParts * t.weights_bytes,
-             shared_address(s.pixels) + ring.stage * Mode::kParts * t.pixels_bytes +
-                 half_of_thread() * kColumns * kUnitBytes,
-             uint32_t(t.weights_bytes), uint32_t(t.pixels_bytes), s.table, t.half_steps / 2},
-            chunk == 0);
+        if (rescale != 1 && !folds) multiply_all(d, rescale);
+        Operands operands{
+            shared_address(s.weights) + (t.weights_stay ? 0 : ring.stage) * Mode::kParts * t.weights_bytes,
+            shared_address(s.pixels) + ring.stage * Mode::kParts * t.pixels_bytes +
+                half_of_thread() * kColumns * kUnitBytes,
+            uint32_t(t.weights_bytes),
+            uint32_t(t.pixels_bytes),
+            s.table,
+            folds ? kMostSumSteps : steps};
+        int left = steps;
+        do {
+          operands.steps = min(operands.steps, left);
+          SourceOfTiles::template add<Mode>(d, operands, folds || is_first);
+          left -= operands.steps;
+          if (folds) fold<kColumns>(d, staging, rescale, is_first);
+          rescale = 1;
+          is_first = false;
+          operands.weights += operands.steps * 2 * kHalfStepBytes;
+          operands.table += operands.steps;
+        } while (left > 0);
         __syncwarp();
         if (threadIdx.x % kWarpThreads == 0) arrive(&s.head->empty[ring.stage]);
       }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <numeric>
 #include <set>
 
 namespace fusedconv {
@@ -77,6 +78,15 @@ bool reads_vectors(const ConvTiling& t, const Tensor& input) {
   return aligned;
 }
 
+constexpr int kRowVector = 4;  // pixels
+
+// Whether four pixels of a row are a vector where their column is a multiple of four.
+bool reads_rows(const ConvTiling& t, const Tensor& input) {
+  bool aligned = t.unit_taps == 1 && input.stride[3] == 1 && input.size[3] % kRowVector == 0;
+  for (int d : {0, 1, 2}) aligned &= input.stride[d] % kRowVector == 0;
+  return aligned;
+}
+
 void set_units(ConvTiling& t, const Tensor& input) {
   t.unit_channels = 1;
   while (t.unit_channels < kUnitElements && t.unit_channels < t.in_channels) t.unit_channels *= 2;
@@ -86,6 +96,8 @@ void set_units(ConvTiling& t, const Tensor& input) {
   t.row_blocks = ceil_div(t.out_channels, kRows);
   t.by_row_blocks = divisor(t.row_blocks);
   t.reads_vectors = reads_vectors(t, input);
+  t.reads_rows = reads_rows(t, input);
+  t.lead = t.reads_rows ? (kRowVector - t.padding[1] % kRowVector) % kRowVector : 0;
 }
 
 // Rows of the input that some of the stacked rows of the output read, from the first.
@@ -125,7 +137,7 @@ TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multip
   TileSize size;
   size.cols = round_up(ceil_div(t.out_size[1], across), cols_multiple);
   size.across = ceil_div(t.out_size[1], size.cols);
-  const int halo = (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
+  const int halo = t.lead + (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
   size.pitch = round_up(size.cols + halo, 8);  // 8 columns of a product lie in one row
   size.rows = size.cols > columns ? 0 : 1 + (columns - size.cols) / size.pitch;
   while (size.rows > 0 && plane_units(t, size.rows, size.pitch) > kMostChunkUnits) --size.rows;
@@ -141,7 +153,7 @@ TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multip
 bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2]) {
   constexpr double kWorthASplit = 1.1;  // whole rows are written as longer runs
   const int least_across = ceil_div(t.out_size[1], columns);
-  const int cols_multiple = std::max(2, int(pool[1]));
+  const int cols_multiple = std::lcm(t.reads_rows ? kRowVector : 2, int(pool[1]));
   TileSize best{};
   for (int across = least_across; across <= least_across + 7; ++across) {
     const TileSize size = tile_size(t, columns, across, across == 1 ? 1 : cols_multiple);
@@ -183,7 +195,7 @@ bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t
   const int plane_units = t.stack * t.phase_rows * t.pitch;
   int furthest = 0;  // unit where the columns of a product start
   for (int i = 0; i < t.tap_rows; ++i) furthest = std::max(furthest, row_slot(t, t.tap_row[i]) * t.pitch);
-  furthest += (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
+  furthest += t.lead + (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
   t.plane = std::max(plane_units, furthest + columns);
   t.plane_units = plane_units;
   t.by_plane_units = divisor(plane_units);

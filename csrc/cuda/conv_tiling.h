@@ -68,6 +68,8 @@ struct ConvTiling {
   int unit_channels;  // 8, or 4, 2, 1: then a unit holds unit_taps = 8 / unit_channels taps
   int unit_taps;
   bool reads_vectors;  // a unit's values are whole vectors of the input
+  bool reads_rows;     // four pixels of a row are a vector of the input
+  int lead;            // units before a tile's first pixel, for vectors to be aligned
   int tap_groups;      // along a row of the kernel
   int tap_rows;
   int tap_row[kMostTapRows];     // the input row of each row of taps, from the tile's first
