@@ -36,28 +36,33 @@ struct Quad {
 // must be known before anything is written.
 constexpr int kThreadQuads = cuda::kMostChunkUnits / (kQuadUnits * kFillThreads);
 
-// Where a unit is, from a tile's first pixel and channel.
-struct UnitPlace {
-  int block, row, col;
+// Where a quad is: the same in every stage, so found once.
+struct QuadPlace {
+  bool exists;
+  int row, col;     // of its first pixel, from the tile's
+  uint32_t input;   // bytes from the tile's first pixel and channel
+  uint32_t pixels;  // bytes from the start of the stage's pixels
 
-  __device__ UnitPlace(const ConvTiling& t, int index) {
-    block = t.by_plane_units.divide(index);
-    index -= block * t.plane_units;
-    const int slot = t.by_pitch.divide(index);
+  template <class In>
+  __device__ void set(const ConvProblem& p, In, int unit) {
+    const ConvTiling& t = p.tiling;
+    exists = unit < t.blocks_per_chunk * t.plane_units;
+    const int block = t.by_plane_units.divide(unit);
+    const int of_plane = unit - block * t.plane_units;
+    const int slot = t.by_pitch.divide(of_plane);
     const int phase = t.by_phase_rows.divide(slot);
     row = (slot - phase * t.phase_rows) * t.stack + phase;
-    col = index - slot * t.pitch;
+    col = of_plane - slot * t.pitch;
+    const int64_t* stride = p.input.stride;
+    input = uint32_t(block * kUnitElements * stride[1] + row * stride[2] + col * stride[3]) * sizeof(In);
+    pixels = (block * t.plane + of_plane) * kUnitBytes;
   }
 };
 
-// Calls visit(unit, k) for each quad of a thread, its k-th: unit is the first one's number in the stage.
-template <class Visit>
-__device__ void for_each_quad(int units, const Visit& visit) {
+template <class In>
+__device__ void set_places(const ConvProblem& p, QuadPlace (&place)[kThreadQuads]) {
 #pragma unroll
-  for (int k = 0; k < kThreadQuads; ++k) {
-    const int unit = (filler() + k * kFillThreads) * kQuadUnits;
-    if (unit < units) visit(unit, k);
-  }
+  for (int k = 0; k < kThreadQuads; ++k) place[k].set(p, In(), (filler() + k * kFillThreads) * kQuadUnits);
 }
 
 // Values from global memory, or zeros.
@@ -66,30 +71,31 @@ __device__ Pack<In, kCount> load_if(bool exist, const uint8_t* from) {
   return exist ? load_pack<kCount>(reinterpret_cast<const In*>(from)) : Pack<In, kCount>{};
 }
 
-// Loads a quad, whose first unit is at a place; zeros where there is no pixel. Where there is no channel the
-// weights are zeros, and any channel's value will do.
+// Loads a quad; zeros where there is no pixel. Where there is no channel the weights are zeros, and any
+// channel's value will do.
 template <class In>
-__device__ void load_quad(const ConvProblem& p, const Source& from, const UnitPlace& place, Quad<In>& quad) {
+__device__ void load_quad(const ConvProblem& p, const Source& from, const QuadPlace& place, Quad<In>& quad) {
   const ConvTiling& t = p.tiling;
-  const int row = from.row + place.row;
+  const int64_t* stride = p.input.stride;
+  const bool is_row = unsigned(from.row + place.row) < unsigned(t.in_size[0]);
   const int col = from.col + place.col;
-  const bool is_row = unsigned(row) < unsigned(t.in_size[0]);
   const auto exists = [&](int col) { return is_row && unsigned(col) < unsigned(t.in_size[1]); };
   const int first_channel = from.block * t.unit_channels;
-  const int64_t channel_bytes = p.input.stride[1] * int(sizeof(In));
-  const int col_bytes = int(p.input.stride[3]) * int(sizeof(In));
-  // The quad's first pixel may not exist, and others may.
-  const uint8_t* at = static_cast<const uint8_t*>(from.sample) +
-                      (first_channel + place.block * kUnitElements) * channel_bytes +
-                      row * p.input.stride[2] * int(sizeof(In)) + int64_t(col) * col_bytes;
+  const int64_t channel_bytes = stride[1] * int(sizeof(In));
+  const int col_bytes = int(stride[3]) * int(sizeof(In));
+  // The tile's first pixel need not exist.
+  const uint8_t* tile = static_cast<const uint8_t*>(from.sample) + first_channel * channel_bytes +
+                        (from.row * stride[2] + from.col * stride[3]) * int(sizeof(In));
+  const uint8_t* at = tile + place.input;
   const int last = t.blocks_per_chunk > 1 ? kUnitElements - 1 : t.in_channels - 1 - first_channel;
   if (t.reads_rows) {
     const bool exist = exists(col);  // all or none
 #pragma unroll
     for (int i = 0; i < kUnitElements; ++i) {
-      const auto pixels = load_if<kQuadUnits, In>(exist, at + min(i, last) * channel_bytes);
+      const auto pixels = load_if<kQuadUnits, In>(exist, at);
 #pragma unroll
       for (int k = 0; k < kQuadUnits; ++k) quad.unit[k].value[i] = pixels.element[k];
+      if (i < last) at += channel_bytes;
     }
   } else if (t.reads_vectors) {
     constexpr int kWidth = kVectorBytes / int(sizeof(In));
@@ -102,14 +108,20 @@ __device__ void load_quad(const ConvProblem& p, const Source& from, const UnitPl
       for (int j = 0; j < kWidth; ++j) quad.unit[k].value[i % kUnitElements + j] = values.element[j];
     }
   } else {
+    int shift = 0;  // of the value's tap
+    int channel = 0;
+    const uint8_t* first = at;
 #pragma unroll
     for (int i = 0; i < kUnitElements; ++i) {
-      const int shift = i / t.unit_channels * t.dilation[1];  // of the value's tap
-      const int channel = min(i & (t.unit_channels - 1), last);
-      const uint8_t* first = at + channel * channel_bytes + shift * col_bytes;
 #pragma unroll
-      for (int k = 0; k < kQuadUnits; ++k) {
+      for (int k = 0; k < kQuadUnits; ++k)
         quad.unit[k].value[i] = load_if<1, In>(exists(col + k + shift), first + k * col_bytes).element[0];
+      if (++channel == t.unit_channels) {
+        channel = 0;
+        shift += t.dilation[1];
+        first = at + shift * col_bytes;
+      } else if (channel <= last) {
+        first += channel_bytes;
       }
     }
   }
@@ -140,12 +152,16 @@ class Magnitude<float> {
  public:
   __device__ void add(const Unit<float>& unit) {
 #pragma unroll
-    for (const float& x : unit.value) most_ = maximum(most_, fabsf(x));
+    for (int i = 0; i < kUnitElements; ++i) {
+      float& most = most_[i % kChains];
+      most = maximum(most, fabsf(unit.value[i]));
+    }
   }
-  __device__ float value() const { return most_; }
+  __device__ float value() const { return maximum(maximum(most_[0], most_[1]), maximum(most_[2], most_[3])); }
 
  private:
-  float most_ = 0;
+  static constexpr int kChains = 4;  // side by side
+  float most_[kChains]{};
 };
 
 // The same of all threads that fill, as the bits of a float.
@@ -184,27 +200,30 @@ __device__ void store_unit(const Unit<In>& unit, float, uint8_t* to, int) {
 // chunks of a tile the scale only ever falls: so sums of earlier chunks, brought to it, do not overflow.
 // before_store() is called when the stage is about to be written; the first loads do not wait for it.
 template <class Mode, class BeforeStore>
-__device__ int fill_pixels(const ConvProblem& p, const Source& from, uint8_t* to, int exponent, int barrier,
-                           unsigned* of_warp, const BeforeStore& before_store) {
+__device__ int fill_pixels(const ConvProblem& p, const Source& from, const QuadPlace (&place)[kThreadQuads],
+                           uint8_t* to, int exponent, int barrier, unsigned* of_warp,
+                           const BeforeStore& before_store) {
   using In = typename Mode::In;
-  const ConvTiling& t = p.tiling;
-  const int units = t.blocks_per_chunk * t.plane_units;
   Quad<In> quad[kThreadQuads];
-  for_each_quad(units, [&](int unit, int k) { load_quad(p, from, UnitPlace(t, unit), quad[k]); });
-  Magnitude<In> magnitude;
-  for_each_quad(units, [&](int, int k) {
+  const auto for_each_quad = [&](const auto& visit) {
 #pragma unroll
-    for (const Unit<In>& of_pixel : quad[k].unit) magnitude.add(of_pixel);
+    for (int k = 0; k < kThreadQuads; ++k)
+      if (place[k].exists) visit(quad[k], place[k]);
+  };
+  for_each_quad([&](Quad<In>& q, const QuadPlace& at) { load_quad(p, from, at, q); });
+  Magnitude<In> magnitude;
+  for_each_quad([&](const Quad<In>& q, const QuadPlace&) {
+#pragma unroll
+    for (const Unit<In>& unit : q.unit) magnitude.add(unit);
   });
   const unsigned most = largest_of_all(magnitude.value(), barrier, of_warp);
   if (Mode::kScales) exponent = min(exponent, scale_exponent(most));
   const float scale = power_of_two(exponent);
   before_store();
-  for_each_quad(units, [&](int unit, int k) {
-    uint8_t* at = to + (unit + t.by_plane_units.divide(unit) * (t.plane - t.plane_units)) * kUnitBytes;
+  for_each_quad([&](const Quad<In>& q, const QuadPlace& at) {
 #pragma unroll
     for (int i = 0; i < kQuadUnits; ++i)
-      store_unit<Mode>(quad[k].unit[i], scale, at + i * kUnitBytes, t.pixels_bytes);
+      store_unit<Mode>(q.unit[i], scale, to + at.pixels + i * kUnitBytes, p.tiling.pixels_bytes);
   });
   return most < kInfinityBits ? exponent : kNonFinite;
 }

@@ -80,53 +80,58 @@ __device__ inline int row_of_thread() {
 // Which half of a tile's columns a thread has.
 __device__ inline int half_of_thread() { return threadIdx.x / kHalfThreads % 2; }
 
-// Bit j of each mask: whether the first, and the second, of a thread's columns 8 j + 2 (lane % 4) and the
-// next is one of the map. As masks, for what was found out once about all columns to fit in two registers.
-struct PixelMasks {
-  uint32_t first = 0;
-  uint32_t second = 0;
+// Which of a thread's columns are pixels of the map: of the two columns 8 j + 2 (lane % 4) and the next, bit
+// j tells of the first and bit 16 + j of the second. As bits, for what was found out once to fit in a
+// register.
+struct PixelMask {
+  uint32_t bits = 0;
+
+  __device__ bool first(int j) const { return bits >> j & 1; }
+  __device__ bool second(int j) const { return bits >> (16 + j) & 1; }
+  __device__ int count() const { return __popc(bits); }
 };
 
 template <int kColumns>
-__device__ PixelMasks pixel_masks(const ConvTiling& t, int stacked, int rows, int cols) {
-  PixelMasks masks;
-  int row = half_of_thread() * kColumns / t.pitch * t.stack + stacked;
-  int col = half_of_thread() * kColumns % t.pitch + threadIdx.x % 4 * 2;
+__device__ PixelMask pixel_mask(const ConvTiling& t, int stacked, int rows, int cols) {
+  static_assert(kColumns <= 128, "two bits for 8 columns");
+  PixelMask mask;
+  const int slot = t.by_pitch.divide(half_of_thread() * kColumns);
+  int row = slot * t.stack + stacked;
+  int col = half_of_thread() * kColumns - slot * t.pitch + threadIdx.x % 4 * 2;
 #pragma unroll 1
   for (int j = 0; j < kColumns / 8; ++j) {
-    masks.first |= uint32_t(row < rows && col < cols) << j;
-    masks.second |= uint32_t(row < rows && col + 1 < cols) << j;
+    mask.bits |= (uint32_t(row < rows && col < cols) | uint32_t(row < rows && col + 1 < cols) << 16) << j;
     col += 8;
     if (col >= t.pitch) {
       col -= t.pitch;
       row += t.stack;
     }
   }
-  return masks;
+  return mask;
 }
 
 // What a thread knows of the two rows of accumulators that it holds, and of their channels.
 struct ThreadRows {
   int row_block = -1;
-  int stacked;        // which of the stacked rows of the output, the same for both
-  int channel[2];     // of the output; beyond the last where the row is not used
+  int first_channel;  // of the output; beyond the last where the row is not used
   int exponent[2];    // of the weights' scale
   float bias[2];      // of the conv
   bool are_finite;    // the weights of the whole block of rows
-  PixelMasks pixels;  // of the tile
+  PixelMask pixels;   // of the tile
 
-  __device__ explicit ThreadRows(const ConvTiling& t) : stacked(row_of_thread() >> t.stack_shift) {}
+  __device__ int channel(int k) const { return first_channel + 8 * k; }
+  // Which of the stacked rows of the output, the same for both.
+  __device__ static int stacked(const ConvTiling& t) { return row_of_thread() >> t.stack_shift; }
 
   __device__ void load(const ConvProblem& p, int block) {
     const ConvTiling& t = p.tiling;
     row_block = block;
+    first_channel = row_block * kRows + (row_of_thread() & (t.stack_channels - 1));
     const int* exponents = p.exponents + row_block * kRows;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const int m = row_of_thread() + 8 * k;
-      channel[k] = row_block * kRows + (m & (t.stack_channels - 1));
-      exponent[k] = exponents[m];
-      bias[k] = p.conv_bias != nullptr && channel[k] < t.out_channels ? p.conv_bias[channel[k]] : 0.0f;
+      exponent[k] = exponents[row_of_thread() + 8 * k];
+      bias[k] = p.conv_bias != nullptr && channel(k) < t.out_channels ? p.conv_bias[channel(k)] : 0.0f;
     }
     const int lane = threadIdx.x % kWarpThreads;
     are_finite =
@@ -138,8 +143,8 @@ struct ThreadRows {
 // first's.
 template <int kColumns, class Visit>
 __device__ void for_each_block(const ConvTiling& t, const Visit& visit) {
-  int row = half_of_thread() * kColumns / t.pitch;
-  int col = half_of_thread() * kColumns % t.pitch;
+  int row = t.by_pitch.divide(half_of_thread() * kColumns);
+  int col = half_of_thread() * kColumns - row * t.pitch;
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
     visit(j, row, col);
@@ -183,8 +188,8 @@ __device__ void recompute(const ConvProblem& p, const Tile& tile, const ThreadRo
   for (int i = 0; i < kColumns / 2; ++i) {
     const int column = half_of_thread() * kColumns + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
     const bool is_first = i / 2 % 2 == 0;
-    const int channel = is_first ? rows.channel[0] : rows.channel[1];
-    const int row = column / t.pitch * t.stack + rows.stacked;
+    const int channel = rows.channel(is_first ? 0 : 1);
+    const int row = column / t.pitch * t.stack + rows.stacked(t);
     const int col = column % t.pitch;
     if (row < tile.rows && col < tile.cols && channel < t.out_channels) {
       own[i * kGroupThreads] =
@@ -293,6 +298,8 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
   const ConvTiling& t = p.tiling;
   constexpr int kBarrier = kConsumers + 1;
   const int parts = Mode::kParts;
+  QuadPlace place[kThreadQuads];
+  set_places<typename Mode::In>(p, place);
   Ring ring(t.stages);
   bool has_weights = false;
   int turn = 0;
@@ -311,8 +318,8 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
                              s.weights + (t.weights_stay ? 0 : ring.stage) * parts * t.weights_bytes);
           has_weights = true;
         };
-        const int found = fill_pixels<Mode>(p, from, s.pixels + ring.stage * parts * t.pixels_bytes, exponent,
-                                            kBarrier, s.head->magnitude, before_store);
+        const int found = fill_pixels<Mode>(p, from, place, s.pixels + ring.stage * parts * t.pixels_bytes,
+                                            exponent, kBarrier, s.head->magnitude, before_store);
         if (found != kNonFinite) exponent = found;
         if (filler() == 0) s.head->exponent[ring.stage] = found;
         fence_async_proxy();
@@ -352,8 +359,8 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
   uint8_t* staging = s.staging + group * t.staging_bytes;
   Pass pass(p, staging, s.carry + group * t.carry_bytes, group + 1);
   Ring ring(t.stages);
-  ThreadRows rows(t);
-  const PixelMasks whole = pixel_masks<kColumns>(t, rows.stacked, t.tile_rows, t.tile_cols);
+  ThreadRows rows;
+  const PixelMask whole = pixel_mask<kColumns>(t, rows.stacked(t), t.tile_rows, t.tile_cols);
   const int steps = t.half_steps / 2;
   const int stages_of_item = (Pass::kAllRowBlocks ? t.row_blocks : 1) * t.sub_tiles * t.chunks;
   uint32_t parities = 0;  // of this group's next round, a bit for each stage
@@ -369,7 +376,7 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
         rows.load(p, tile.row_block);
         pass.set_rows(rows);
       }
-      rows.pixels = is_whole ? whole : pixel_masks<kColumns>(t, rows.stacked, tile.rows, tile.cols);
+      rows.pixels = is_whole ? whole : pixel_mask<kColumns>(t, rows.stacked(t), tile.rows, tile.cols);
       pass.prepare(tile, rows);
       float d[kColumns / 2];
       // wgmma is told that these are zeros all the same: else ptxas serialises it (C7515), and without them

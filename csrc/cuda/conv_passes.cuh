@@ -23,10 +23,10 @@ struct ThreadChannels {
                        const Norm<float>* norms) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      if (rows.channel[k] >= p.tiling.out_channels) continue;
-      if (kReads) channel[k] = make_channel<float>(p.arguments, rows.channel[k]);
+      if (rows.channel(k) >= p.tiling.out_channels) continue;
+      if (kReads) channel[k] = make_channel<float>(p.arguments, rows.channel(k));
       if (norms != nullptr)
-        set_norm(channel[k], norms[tile.sample * p.tiling.out_channels + rows.channel[k]]);
+        set_norm(channel[k], norms[tile.sample * p.tiling.out_channels + rows.channel(k)]);
     }
   }
 };
@@ -69,22 +69,22 @@ template <int kColumns>
 __device__ void write_moments(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                               const float (&d)[kColumns / 2]) {
   const ConvTiling& t = p.tiling;
-  const PixelMasks pixels = rows.pixels;
+  const PixelMask pixels = rows.pixels;
   const auto for_each_pixel = [&](const auto& visit) {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const float* pair = d + 4 * j;
-      if (pixels.first >> j & 1) {
+      if (pixels.first(j)) {
         visit(0, pair[0]);
         visit(1, pair[2]);
       }
-      if (pixels.second >> j & 1) {
+      if (pixels.second(j)) {
         visit(0, pair[1]);
         visit(1, pair[3]);
       }
     }
   };
-  const int count = __popc(pixels.first) + __popc(pixels.second);
+  const int count = pixels.count();
   float mean[2]{};
   float m2[2]{};
   for_each_pixel([&](int k, float x) { mean[k] += x; });
@@ -111,10 +111,10 @@ __device__ void write_moments(const ConvProblem& p, const Tile& tile, const Thre
       mean[k] += delta * share;
       n = all;
     }
-    if (threadIdx.x % 4 == 0 && rows.channel[k] < t.out_channels) {
-      const int64_t channel = tile.sample * t.out_channels + rows.channel[k];
-      p.parts[channel * parts + (tile.part * t.stack + rows.stacked) * 2 + half_of_thread()] = {n, mean[k],
-                                                                                                m2[k]};
+    if (threadIdx.x % 4 == 0 && rows.channel(k) < t.out_channels) {
+      const int64_t channel = tile.sample * t.out_channels + rows.channel(k);
+      p.parts[channel * parts + (tile.part * t.stack + rows.stacked(t)) * 2 + half_of_thread()] = {n, mean[k],
+                                                                                                   m2[k]};
     }
   }
 }
@@ -227,32 +227,44 @@ class StorePass : public PassBase {
     Out* of_row[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k)
-      of_row[k] = to + (rows.channel[k] - tile.row_block * kRows) * channel_stride +
-                  rows.stacked * row_stride + lane() % 4 * 2 * col_stride;
-    const auto scatter_rows = [&](const auto& write) {
-      for_each_block<kColumns>(t, [&](int j, int row, int col) {
-        const int place = row * t.stack * row_stride + col * col_stride;
-        const bool first = rows.pixels.first >> j & 1;
-        const bool second = rows.pixels.second >> j & 1;
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
-          write(k, of_row[k] + place, d[4 * j + 2 * k], d[4 * j + 2 * k + 1], first, second);
-      });
-    };
+      of_row[k] = to + (rows.channel(k) - tile.row_block * kRows) * channel_stride +
+                  rows.stacked(t) * row_stride + lane() % 4 * 2 * col_stride;
     const bool pairs = col_stride == 1 && row_stride % 2 == 0 && channel_stride % 2 == 0 &&
                        tile.cols % 2 == 0 && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Out)) == 0 &&
-                       rows.channel[1] < t.out_channels;
-    if (pairs) {
-      scatter_rows([](int, Out* pixel, float x, float y, bool first, bool) {
-        if (first) *reinterpret_cast<Pack<Out, 2>*>(pixel) = {narrow<Out>(x), narrow<Out>(y)};
-      });
-    } else {
-      const bool exists[2] = {rows.channel[0] < t.out_channels, rows.channel[1] < t.out_channels};
-      scatter_rows([&](int k, Out* pixel, float x, float y, bool first, bool second) {
-        if (first && exists[k]) pixel[0] = narrow<Out>(x);
-        if (second && exists[k]) pixel[col_stride] = narrow<Out>(y);
-      });
+                       rows.channel(1) < t.out_channels;
+    if (pairs &&
+        t.pitch % kColumns == 0) {  // a thread's columns lie in one row: the usual case, and the fastest
+      const int slot = t.by_pitch.divide(half_of_thread() * kColumns);
+      const int start = slot * t.stack * row_stride + half_of_thread() * kColumns - slot * t.pitch;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        if (!rows.pixels.first(j)) continue;
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          write_pair(of_row[k] + start + 8 * j, d[4 * j + 2 * k], d[4 * j + 2 * k + 1]);
+      }
+      return;
     }
+    for_each_block<kColumns>(t, [&](int j, int row, int col) {
+      const int place = row * t.stack * row_stride + col * col_stride;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        Out* pixel = of_row[k] + place;
+        const bool exists = rows.channel(k) < t.out_channels;
+        if (exists && rows.pixels.first(j)) pixel[0] = narrow<Out>(d[4 * j + 2 * k]);
+        if (exists && rows.pixels.second(j)) pixel[col_stride] = narrow<Out>(d[4 * j + 2 * k + 1]);
+      }
+    });
+  }
+
+  __device__ static void write_pair(float* to, float x, float y) {
+    *reinterpret_cast<float2*>(to) = make_float2(x, y);
+  }
+  __device__ static void write_pair(__half* to, float x, float y) {
+    *reinterpret_cast<__half2*>(to) = __floats2half2_rn(x, y);
+  }
+  __device__ static void write_pair(__nv_bfloat16* to, float x, float y) {
+    *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(x, y);
   }
 
   // A run of each channel, from shared memory to the output.
@@ -303,7 +315,7 @@ class PoolPass : public PassBase {
   __device__ void set_rows(const ThreadRows& rows) {
 #pragma unroll
     for (int k = 0; k < 2; ++k)
-      sign_[k] = rows.channel[k] < p_.tiling.out_channels ? direction(rows.channel[k]) : 1.0f;
+      sign_[k] = rows.channel(k) < p_.tiling.out_channels ? direction(rows.channel(k)) : 1.0f;
   }
 
   __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
@@ -332,7 +344,7 @@ class PoolPass : public PassBase {
         }
       }
     }
-    if (rows.stacked == 0 && lane() % 4 == 0 && half_of_thread() == 0) {
+    if (rows.stacked(p_.tiling) == 0 && lane() % 4 == 0 && half_of_thread() == 0) {
       signs()[staging_row(0)] = sign_[0];
       signs()[staging_row(1)] = sign_[1];
     }

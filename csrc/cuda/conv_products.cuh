@@ -151,10 +151,12 @@ struct Sm90a {
     int keep = !first;
     const auto for_each_step = [&](const auto& multiply_step) {
       int s = 0;
+      uint32_t next = from.table[0];  // read ahead; one entry beyond the last may be read
       do {
+        const uint32_t entry = next;
+        next = from.table[s + 1];
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        multiply_step(descriptor(weights + s * (2 * kHalfStepBytes >> 4)),
-                      descriptor(pixels + from.table[s]));
+        multiply_step(descriptor(weights + s * (2 * kHalfStepBytes >> 4)), descriptor(pixels + entry));
         keep = 1;
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       } while (++s < from.steps);
