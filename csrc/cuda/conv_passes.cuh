@@ -63,58 +63,53 @@ class PassBase {
   const int barrier_;
 };
 
-// The moments of a thread's two rows of accumulators, the same in the four threads that share them: by two
-// passes over the registers, so that a mean much larger than the deviation costs no digits.
+// Over four neighbouring lanes; each gets it.
+template <class T>
+__device__ T sum_of_four(T x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Of a thread's two rows of accumulators, and the three other threads' that share them: the sums of term(k,
+// x) over the pixels x, the same in all four threads. Two sums side by side for each row, to wait less.
+template <int kColumns, class Term>
+__device__ void sum_rows(float (&sum)[2], PixelMask pixels, const float (&d)[kColumns / 2],
+                         const Term& term) {
+  float odd[2]{};
+  sum[0] = sum[1] = 0;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const float* pair = d + 4 * j;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      if (pixels.first(j)) sum[k] += term(k, pair[2 * k]);
+      if (pixels.second(j)) odd[k] += term(k, pair[2 * k + 1]);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) sum[k] = sum_of_four(sum[k] + odd[k]);
+}
+
+// The moments of these rows: by two passes over the registers, so that a mean much larger than the deviation
+// costs no digits.
 template <int kColumns>
 __device__ void write_moments(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                               const float (&d)[kColumns / 2]) {
   const ConvTiling& t = p.tiling;
-  const PixelMask pixels = rows.pixels;
-  const auto for_each_pixel = [&](const auto& visit) {
+  const float count = float(sum_of_four(rows.pixels.count()));
+  float mean[2];
+  float m2[2];
+  sum_rows<kColumns>(mean, rows.pixels, d, [](int, float x) { return x; });
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      const float* pair = d + 4 * j;
-      if (pixels.first(j)) {
-        visit(0, pair[0]);
-        visit(1, pair[2]);
-      }
-      if (pixels.second(j)) {
-        visit(0, pair[1]);
-        visit(1, pair[3]);
-      }
-    }
-  };
-  const int count = pixels.count();
-  float mean[2]{};
-  float m2[2]{};
-  for_each_pixel([&](int k, float x) { mean[k] += x; });
-  const float share = count == 0 ? 0.0f : 1.0f / float(count);
-  mean[0] *= share;
-  mean[1] *= share;
-  for_each_pixel([&](int k, float x) {
-    const float deviation = x - mean[k];
-    m2[k] = fmaf(deviation, deviation, m2[k]);
-  });
+  for (int k = 0; k < 2; ++k) mean[k] = count == 0 ? 0.0f : mean[k] * reciprocal(count);
+  sum_rows<kColumns>(m2, rows.pixels, d, [&](int k, float x) { return (x - mean[k]) * (x - mean[k]); });
   const int parts = parts_per_channel(t);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    float n = float(count);
-#pragma unroll
-    for (int distance = 1; distance < 4;
-         distance *= 2) {  // Chan, Golub, LeVeque (1979), with the neighbours'
-      const float other_n = __shfl_xor_sync(~0u, n, distance);
-      const float delta = __shfl_xor_sync(~0u, mean[k], distance) - mean[k];
-      const float other_m2 = __shfl_xor_sync(~0u, m2[k], distance);
-      const float all = n + other_n;
-      const float share = all == 0 ? 0.0f : other_n / all;
-      m2[k] += other_m2 + delta * delta * n * share;
-      mean[k] += delta * share;
-      n = all;
-    }
     if (threadIdx.x % 4 == 0 && rows.channel(k) < t.out_channels) {
       const int64_t channel = tile.sample * t.out_channels + rows.channel(k);
-      p.parts[channel * parts + (tile.part * t.stack + rows.stacked(t)) * 2 + half_of_thread()] = {n, mean[k],
-                                                                                                   m2[k]};
+      p.parts[channel * parts + (tile.part * t.stack + rows.stacked(t)) * 2 + half_of_thread()] = {
+          count, mean[k], m2[k]};
     }
   }
 }
@@ -363,19 +358,18 @@ class PoolPass : public PassBase {
     return value(1.0f) < value(0.0f) ? -1.0f : 1.0f;
   }
 
-  // The windows of a sub-tile; those that reach into further ones are carried on. A thread takes a window;
-  // unit columns of it are one value.
+  // The windows of a sub-tile; those that reach into further ones are carried on. A thread takes a window of
+  // all its warp's channels; unit columns of it are one value.
   __device__ void pool(const Tile& tile, int unit, int pitch) {
     const ConvTiling& t = p_.tiling;
-    const int window_rows = int(p_.arguments.pool[0]);
-    const int width = int(p_.arguments.pool[1]) / unit;
+    const int window_rows = t.by_pool[0].value;
+    const int window_cols = t.by_pool[1].value;
     const int pooled_rows = int(p_.output.size[2]);
     const int pooled_cols = int(p_.output.size[3]);
-    const int first_row = tile.row / window_rows;
-    const int windows_down = min(pooled_rows - first_row, (tile.rows + window_rows - 1) / window_rows);
-    const int first_col = tile.col / (width * unit);
-    const int windows_across = min(pooled_cols - first_col, tile.cols / (width * unit));
-    const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
+    const int first_row = t.by_pool[0].divide(tile.row);
+    const int windows_down = min(pooled_rows - first_row, t.by_pool[0].divide(tile.rows + window_rows - 1));
+    const int first_col = t.by_pool[1].divide(tile.col);
+    const int windows_across = min(pooled_cols - first_col, t.by_pool[1].divide(tile.cols));
     const int64_t plane = int64_t(pooled_rows) * pooled_cols;
     float* of_tile = p_.pooled + (tile.sample * t.out_channels + tile.row_block * kRows) * plane +
                      first_row * pooled_cols + first_col;
@@ -383,53 +377,58 @@ class PoolPass : public PassBase {
       const int row = window * window_rows;
       const int rows = min(window_rows, tile.rows - row);
       for (int i = lane(); i < windows_across; i += kWarpThreads) {
-        const float* from = staging() + i * width;
-        float* to = of_tile + window * pooled_cols + i;
-        float* carried = carry() + i;  // windows go on in further sub-tiles where a tile has one window down
-        if (t.stack == 1 && width == 1) {
-          pool_column<1>(tile, from + row * (t.pitch / unit), t.pitch / unit, pitch, rows, channels, to,
-                         plane, carried, windows_across);
-        } else if (t.stack == 1 && width == 2) {
-          pool_column<2>(tile, from + row * (t.pitch / unit), t.pitch / unit, pitch, rows, channels, to,
-                         plane, carried, windows_across);
-        } else {
-          for (int c = warp(); c < channels; c += kGroupThreads / kWarpThreads) {
-            float most = -INFINITY;
-            for (int r = row; r < row + rows; ++r) {
-              const float* at = from + ((r & (t.stack - 1)) * t.stack_channels + c) * pitch +
-                                r / t.stack * (t.pitch / unit);
-              for (int w = 0; w < width; ++w) most = maximum(most, at[w]);
-            }
-            put(tile, c, most, to + c * plane, carried + c * windows_across);
-          }
-        }
-      }
-    }
-  }
-
-  // The same window of all channels of a warp, where its rows follow each other in the staging memory.
-  template <int kWidth>
-  __device__ void pool_column(const Tile& tile, const float* from, int row_pitch, int pitch, int rows,
-                              int channels, float* to, int64_t plane, float* carried, int carried_pitch) {
-    for (int c = warp(); c < channels; c += kGroupThreads / kWarpThreads) {
-      const float* at = from + c * pitch;
-      float most = -INFINITY;
-#pragma unroll 2
-      for (int r = 0; r < rows; ++r, at += row_pitch) {
+        float most[kWarpChannels];
 #pragma unroll
-        for (int w = 0; w < kWidth; ++w) most = maximum(most, at[w]);
+        for (int k = 0; k < kWarpChannels; ++k) most[k] = -INFINITY;
+        for (int r = row; r < row + rows; ++r) {
+          const float* from = staging() + (r & (t.stack - 1)) * t.stack_channels * pitch +
+                              (r / t.stack * t.pitch + i * window_cols) / unit;
+          const int width = window_cols / unit;
+          width % 2 == 0 ? take_larger<2>(most, from, pitch, width)
+                         : take_larger<1>(most, from, pitch, width);
+        }
+        // Windows go on in further sub-tiles where a tile has one window down.
+        put(tile, most, of_tile + window * pooled_cols + i, plane, carry() + i, windows_across);
       }
-      put(tile, c, most, to + c * plane, carried + c * carried_pitch);
     }
   }
 
-  __device__ void put(const Tile& tile, int c, float most, float* to, float* carried) {
-    if (tile.sub_tile > 0) most = maximum(most, *carried);
-    if (tile.sub_tile + 1 < p_.tiling.sub_tiles) {
-      *carried = most;
-    } else {
-      *to = signs()[c] * most;
+  // Channels that a warp pools: every kWarps-th.
+  static constexpr int kWarps = kGroupThreads / kWarpThreads;
+  static constexpr int kWarpChannels = kRows / kWarps;
+
+  template <class Visit>
+  __device__ void for_each_channel(const Visit& visit) const {
+#pragma unroll
+    for (int k = 0; k < kWarpChannels; ++k)
+      if (warp() + k * kWarps < p_.tiling.stack_channels) visit(k, warp() + k * kWarps);
+  }
+
+  // A row of a window, so many values at a time.
+  template <int kVector>
+  __device__ void take_larger(float (&most)[kWarpChannels], const float* from, int pitch, int width) const {
+    for (int w = 0; w < width; w += kVector) {
+      for_each_channel([&](int k, int c) {
+        const Pack<float, kVector> values = load_pack<kVector>(from + c * pitch + w);
+#pragma unroll
+        for (float x : values.element) most[k] = maximum(most[k], x);
+      });
     }
+  }
+
+  __device__ void put(const Tile& tile, const float (&most)[kWarpChannels], float* to, int64_t plane,
+                      float* carried, int carried_pitch) const {
+    const bool starts = tile.sub_tile == 0;
+    const bool ends = tile.sub_tile + 1 == p_.tiling.sub_tiles;
+    for_each_channel([&](int k, int c) {
+      float* known = carried + c * carried_pitch;
+      const float x = starts ? most[k] : maximum(most[k], *known);
+      if (!ends) {
+        *known = x;
+      } else if (tile.row_block * kRows + c < p_.tiling.out_channels) {
+        to[c * plane] = signs()[c] * x;
+      }
+    });
   }
 
   // Carry memory: a sign for each channel, then the windows.

@@ -177,6 +177,7 @@ bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2]) {
   t.bands = ceil_div(t.out_size[0], t.band_rows);
   t.by_bands = divisor(t.bands);
   t.by_tiles_across = divisor(t.tiles_across);
+  for (int d = 0; d < 2; ++d) t.by_pool[d] = divisor(int(pool[d]));
   return true;
 }
 

@@ -87,6 +87,7 @@ struct ConvTiling {
   int tile_cols;
   int band_rows, sub_tiles;
   int bands, tiles_across;  // in a sample
+  Divisor by_pool[2];       // the window's sizes
   Divisor by_bands, by_tiles_across, by_row_blocks;
 
   // Shared memory, in bytes but for plane.

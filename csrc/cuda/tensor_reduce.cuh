@@ -60,7 +60,7 @@ struct LogSumExp {
 // Of value(c) over every step-th of the channels.
 template <class T, class Index, class Value>
 __device__ LogSumExp<T> channel_logsumexp(Index channels, int first, int step, const Value& value) {
-  constexpr int kChunk = 32 / int(sizeof(T));  // so many loads are on their way at a time
+  constexpr int kChunk = 64 / int(sizeof(T));  // so many loads are on their way at a time
   LogSumExp<T> result;
   for (Index chunk = first; chunk < channels; chunk += kChunk * step) {
     T x[kChunk];
