@@ -1,4 +1,5 @@
-// Fills a stage: loads the pixels of a chunk, scales and splits them, and lays them out as the right operand.
+// Fills a stage: copies the pixels of a chunk into it as they are, then scales and splits them, and lays them
+// out as the right operand in the same place. The copies of the next stage are on their way meanwhile.
 #pragma once
 
 #include "barriers.cuh"
@@ -25,27 +26,35 @@ struct Unit {
   In value[kUnitElements];
 };
 
-// Four units of neighbouring pixels, which are loaded together.
+// Four units of neighbouring pixels. They are copied as 8 pieces: of one channel's four pixels each, or,
+// where channels are neighbours, of four of one pixel's channels.
 constexpr int kQuadUnits = 4;
+constexpr int kQuadPieces = 8;
+
 template <class In>
 struct Quad {
   Unit<In> unit[kQuadUnits];
 };
 
-// A thread has every kFillThreads-th quad of a stage, in registers: a stage is read once, though its scale
-// must be known before anything is written.
+template <class In>
+using Piece = Pack<In, 4>;
+
+// A thread has every kFillThreads-th quad of a stage, all in registers when their scale is found.
 constexpr int kThreadQuads = cuda::kMostChunkUnits / (kQuadUnits * kFillThreads);
 
 // Where a quad is: the same in every stage, so found once.
 struct QuadPlace {
   bool exists;
+  int number;       // in the stage
   int row, col;     // of its first pixel, from the tile's
   uint32_t input;   // bytes from the tile's first pixel and channel
   uint32_t pixels;  // bytes from the start of the stage's pixels
 
   template <class In>
-  __device__ void set(const ConvProblem& p, In, int unit) {
+  __device__ void set(const ConvProblem& p, In, int quad) {
     const ConvTiling& t = p.tiling;
+    number = quad;
+    const int unit = quad * kQuadUnits;
     exists = unit < t.blocks_per_chunk * t.plane_units;
     const int block = t.by_plane_units.divide(unit);
     const int of_plane = unit - block * t.plane_units;
@@ -62,19 +71,20 @@ struct QuadPlace {
 template <class In>
 __device__ void set_places(const ConvProblem& p, QuadPlace (&place)[kThreadQuads]) {
 #pragma unroll
-  for (int k = 0; k < kThreadQuads; ++k) place[k].set(p, In(), (filler() + k * kFillThreads) * kQuadUnits);
+  for (int k = 0; k < kThreadQuads; ++k) place[k].set(p, In(), filler() + k * kFillThreads);
 }
 
-// Values from global memory, or zeros.
-template <int kCount, class In>
-__device__ Pack<In, kCount> load_if(bool exist, const uint8_t* from) {
-  return exist ? load_pack<kCount>(reinterpret_cast<const In*>(from)) : Pack<In, kCount>{};
-}
-
-// Loads a quad; zeros where there is no pixel. Where there is no channel the weights are zeros, and any
-// channel's value will do.
+// Piece i of a quad in a stage that is not laid out yet: neighbouring threads' are neighbours.
 template <class In>
-__device__ void load_quad(const ConvProblem& p, const Source& from, const QuadPlace& place, Quad<In>& quad) {
+__device__ Piece<In>* piece_of(const ConvTiling& t, uint8_t* stage, const QuadPlace& place, int i) {
+  const int quads = t.blocks_per_chunk * t.plane_units / kQuadUnits;
+  return reinterpret_cast<Piece<In>*>(stage) + place.number + i * quads;
+}
+
+// Starts to copy a quad to a stage; zeros where there is no pixel. Where there is no channel the weights are
+// zeros, and any channel's value will do.
+template <class In>
+__device__ void copy_quad(const ConvProblem& p, const Source& from, const QuadPlace& place, uint8_t* stage) {
   const ConvTiling& t = p.tiling;
   const int64_t* stride = p.input.stride;
   const bool is_row = unsigned(from.row + place.row) < unsigned(t.in_size[0]);
@@ -88,34 +98,30 @@ __device__ void load_quad(const ConvProblem& p, const Source& from, const QuadPl
                         (from.row * stride[2] + from.col * stride[3]) * int(sizeof(In));
   const uint8_t* at = tile + place.input;
   const int last = t.blocks_per_chunk > 1 ? kUnitElements - 1 : t.in_channels - 1 - first_channel;
+  const auto piece = [&](int i) { return piece_of<In>(t, stage, place, i)->element; };
   if (t.reads_rows) {
     const bool exist = exists(col);  // all or none
 #pragma unroll
-    for (int i = 0; i < kUnitElements; ++i) {
-      const auto pixels = load_if<kQuadUnits, In>(exist, at);
-#pragma unroll
-      for (int k = 0; k < kQuadUnits; ++k) quad.unit[k].value[i] = pixels.element[k];
+    for (int i = 0; i < kQuadPieces; ++i) {
+      copy_pack_if<4>(exist, piece(i), reinterpret_cast<const In*>(at));
       if (i < last) at += channel_bytes;
     }
   } else if (t.reads_vectors) {
-    constexpr int kWidth = kVectorBytes / int(sizeof(In));
 #pragma unroll
-    for (int i = 0; i < kQuadUnits * kUnitElements; i += kWidth) {
-      const int k = i / kUnitElements;
-      const auto values =
-          load_if<kWidth, In>(exists(col + k), at + k * col_bytes + i % kUnitElements * sizeof(In));
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) quad.unit[k].value[i % kUnitElements + j] = values.element[j];
+    for (int i = 0; i < kQuadPieces; ++i) {
+      const int k = i / 2;
+      copy_pack_if<4>(exists(col + k), piece(i), reinterpret_cast<const In*>(at + k * col_bytes) + i % 2 * 4);
     }
   } else {
     int shift = 0;  // of the value's tap
     int channel = 0;
     const uint8_t* first = at;
 #pragma unroll
-    for (int i = 0; i < kUnitElements; ++i) {
+    for (int i = 0; i < kQuadPieces; ++i) {
 #pragma unroll
       for (int k = 0; k < kQuadUnits; ++k)
-        quad.unit[k].value[i] = load_if<1, In>(exists(col + k + shift), first + k * col_bytes).element[0];
+        copy_pack_if<1>(exists(col + k + shift), piece(i) + k,
+                        reinterpret_cast<const In*>(first + k * col_bytes));
       if (++channel == t.unit_channels) {
         channel = 0;
         shift += t.dilation[1];
@@ -123,6 +129,21 @@ __device__ void load_quad(const ConvProblem& p, const Source& from, const QuadPl
       } else if (channel <= last) {
         first += channel_bytes;
       }
+    }
+  }
+}
+
+// A quad that was copied.
+template <class In>
+__device__ void read_quad(const ConvTiling& t, uint8_t* stage, const QuadPlace& place, Quad<In>& quad) {
+#pragma unroll
+  for (int i = 0; i < kQuadPieces; ++i) {
+    const Piece<In> piece = *piece_of<In>(t, stage, place, i);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      In& of_channel = quad.unit[k].value[i];
+      In& of_pixel = quad.unit[i / 2].value[i % 2 * 4 + k];
+      (t.reads_vectors ? of_pixel : of_channel) = piece.element[k];
     }
   }
 }
@@ -196,13 +217,21 @@ __device__ void store_unit(const Unit<In>& unit, float, uint8_t* to, int) {
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&unit);
 }
 
-// By all threads that fill. Gives the exponent of the pixels' scale, or kNonFinite. Of the
-// chunks of a tile the scale only ever falls: so sums of earlier chunks, brought to it, do not overflow.
-// before_store() is called when the stage is about to be written; the first loads do not wait for it.
-template <class Mode, class BeforeStore>
-__device__ int fill_pixels(const ConvProblem& p, const Source& from, const QuadPlace (&place)[kThreadQuads],
-                           uint8_t* to, int exponent, int barrier, unsigned* of_warp,
-                           const BeforeStore& before_store) {
+// By all threads that fill: starts the copies of a chunk's pixels.
+template <class In>
+__device__ void copy_pixels(const ConvProblem& p, const Source& from, const QuadPlace (&place)[kThreadQuads],
+                            uint8_t* stage) {
+#pragma unroll
+  for (const QuadPlace& at : place)
+    if (at.exists) copy_quad<In>(p, from, at, stage);
+}
+
+// By all threads that fill, once a thread's copies have arrived. Gives the exponent of the pixels' scale, or
+// kNonFinite. Of the chunks of a tile the scale only ever falls: so sums of earlier chunks, brought to it, do
+// not overflow.
+template <class Mode>
+__device__ int lay_out_pixels(const ConvProblem& p, const QuadPlace (&place)[kThreadQuads], uint8_t* stage,
+                              int exponent, int barrier, unsigned* of_warp) {
   using In = typename Mode::In;
   Quad<In> quad[kThreadQuads];
   const auto for_each_quad = [&](const auto& visit) {
@@ -210,7 +239,7 @@ __device__ int fill_pixels(const ConvProblem& p, const Source& from, const QuadP
     for (int k = 0; k < kThreadQuads; ++k)
       if (place[k].exists) visit(quad[k], place[k]);
   };
-  for_each_quad([&](Quad<In>& q, const QuadPlace& at) { load_quad(p, from, at, q); });
+  for_each_quad([&](Quad<In>& q, const QuadPlace& at) { read_quad(p.tiling, stage, at, q); });
   Magnitude<In> magnitude;
   for_each_quad([&](const Quad<In>& q, const QuadPlace&) {
 #pragma unroll
@@ -219,23 +248,23 @@ __device__ int fill_pixels(const ConvProblem& p, const Source& from, const QuadP
   const unsigned most = largest_of_all(magnitude.value(), barrier, of_warp);
   if (Mode::kScales) exponent = min(exponent, scale_exponent(most));
   const float scale = power_of_two(exponent);
-  before_store();
+  // All threads have read what they had copied: it may be overwritten.
   for_each_quad([&](const Quad<In>& q, const QuadPlace& at) {
 #pragma unroll
     for (int i = 0; i < kQuadUnits; ++i)
-      store_unit<Mode>(q.unit[i], scale, to + at.pixels + i * kUnitBytes, p.tiling.pixels_bytes);
+      store_unit<Mode>(q.unit[i], scale, stage + at.pixels + i * kUnitBytes, p.tiling.pixels_bytes);
   });
   return most < kInfinityBits ? exponent : kNonFinite;
 }
 
-// By all threads that fill: the weights of a chunk, as they were packed.
+// By all threads that fill: starts to copy the weights of a chunk, as they were packed.
 template <class Mode>
-__device__ void fill_weights(const ConvProblem& p, int row_block, int chunk, uint8_t* to) {
+__device__ void copy_weights(const ConvProblem& p, int row_block, int chunk, uint8_t* to) {
   const ConvTiling& t = p.tiling;
   const int units = Mode::kParts * t.weights_bytes / kUnitBytes;
   const uint4* from = p.packed + (row_block * t.chunks + chunk) * int64_t(units);
-#pragma unroll 4
-  for (int i = filler(); i < units; i += kFillThreads) reinterpret_cast<uint4*>(to)[i] = __ldg(from + i);
+  for (int i = filler(); i < units; i += kFillThreads)
+    __pipeline_memcpy_async(to + i * kUnitBytes, from + i, kUnitBytes);
 }
 
 }  // namespace FUSEDCONV_TARGET

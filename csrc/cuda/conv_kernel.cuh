@@ -256,7 +256,7 @@ __device__ SharedLayout shared_layout(const ConvTiling& t, uint8_t* shared) {
   s.table = reinterpret_cast<uint32_t*>(shared + sizeof(SharedHead));
   s.weights = shared + cuda::kSharedHeadBytes;
   s.pixels = s.weights + Mode::kParts * t.weights_bytes * (t.weights_stay ? 1 : t.stages);
-  s.staging = s.pixels + Mode::kParts * t.pixels_bytes * t.stages;
+  s.staging = s.pixels + kStageParts<Mode> * t.pixels_bytes * t.stages;
   s.carry = s.staging + kConsumers * t.staging_bytes;
   return s;
 }
@@ -293,41 +293,58 @@ struct Ring {
   }
 };
 
+// A stage whose copies are on their way.
+struct StartedStage {
+  int stage = -1;
+  int chunk;
+  int turn;
+};
+
 template <class Mode, class Pass>
 __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int items) {
+  using In = typename Mode::In;
   const ConvTiling& t = p.tiling;
   constexpr int kBarrier = kConsumers + 1;
-  const int parts = Mode::kParts;
   QuadPlace place[kThreadQuads];
-  set_places<typename Mode::In>(p, place);
+  set_places<In>(p, place);
+  StartedStage last;
+  int exponent;
+  const auto stage_pixels = [&](int stage) { return s.pixels + stage * kStageParts<Mode> * t.pixels_bytes; };
+  const auto finish = [&] {
+    if (last.chunk == 0) exponent = kMostExponent;
+    const int found =
+        lay_out_pixels<Mode>(p, place, stage_pixels(last.stage), exponent, kBarrier, s.head->magnitude);
+    if (found != kNonFinite) exponent = found;
+    if (filler() == 0) s.head->exponent[last.stage] = found;
+    fence_async_proxy();
+    sync_threads(kBarrier, kFillThreads);  // also: all have read head->magnitude
+    if (filler() == 0) arrive(&s.head->full[last.turn][last.stage]);
+  };
+
   Ring ring(t.stages);
-  bool has_weights = false;
   int turn = 0;
   for (int index = blockIdx.x; index < items; index += gridDim.x, turn ^= 1) {
     for_each_tile<Pass::kAllRowBlocks>(t, item_at<Pass::kAllRowBlocks>(t, index), [&](const Tile& tile) {
-      const void* sample =
-          static_cast<const typename Mode::In*>(p.input.data) + tile.sample * p.input.stride[0];
-      int exponent = kMostExponent;
+      const void* sample = static_cast<const In*>(p.input.data) + tile.sample * p.input.stride[0];
       for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next()) {
+        wait(&s.head->empty[ring.stage], (ring.round & 1) ^ 1);
+        if (last.stage < 0 || !t.weights_stay)
+          copy_weights<Mode>(p, tile.row_block, chunk,
+                             s.weights + (t.weights_stay ? 0 : ring.stage) * Mode::kParts * t.weights_bytes);
         const Source from{sample, tile.row - t.padding[0], tile.col - t.padding[1] - t.lead,
                           chunk * t.blocks_per_chunk};
-        const auto before_store = [&] {
-          wait(&s.head->empty[ring.stage], (ring.round & 1) ^ 1);
-          if (t.weights_stay && has_weights) return;
-          fill_weights<Mode>(p, tile.row_block, chunk,
-                             s.weights + (t.weights_stay ? 0 : ring.stage) * parts * t.weights_bytes);
-          has_weights = true;
-        };
-        const int found = fill_pixels<Mode>(p, from, place, s.pixels + ring.stage * parts * t.pixels_bytes,
-                                            exponent, kBarrier, s.head->magnitude, before_store);
-        if (found != kNonFinite) exponent = found;
-        if (filler() == 0) s.head->exponent[ring.stage] = found;
-        fence_async_proxy();
-        sync_threads(kBarrier, kFillThreads);  // also: all have read head->magnitude
-        if (filler() == 0) arrive(&s.head->full[turn][ring.stage]);
+        copy_pixels<In>(p, from, place, stage_pixels(ring.stage));
+        __pipeline_commit();
+        if (last.stage >= 0) {
+          __pipeline_wait_prior(1);  // all copies but those of the newest stage have arrived
+          finish();
+        }
+        last = {ring.stage, chunk, turn};
       }
     });
   }
+  __pipeline_wait_prior(0);
+  if (last.stage >= 0) finish();
 }
 
 // The tensor cores cut sums off, which adds up: after so many steps their sums are added up outside, rounded.
@@ -399,7 +416,7 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
         if (rescale != 1 && !folds) multiply_all(d, rescale);
         Operands operands{
             shared_address(s.weights) + (t.weights_stay ? 0 : ring.stage) * Mode::kParts * t.weights_bytes,
-            shared_address(s.pixels) + ring.stage * Mode::kParts * t.pixels_bytes +
+            shared_address(s.pixels) + ring.stage * kStageParts<Mode> * t.pixels_bytes +
                 half_of_thread() * kColumns * kUnitBytes,
             uint32_t(t.weights_bytes),
             uint32_t(t.pixels_bytes),
@@ -429,7 +446,6 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
       pass.template finish<kColumns>(tile, rows, d);
     });
   }
-  pass.end();
 }
 
 template <class SourceOfTiles, class Mode, class Pass>

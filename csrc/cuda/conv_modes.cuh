@@ -41,6 +41,10 @@ struct Float16 {
   static constexpr bool kScales = false;
 };
 
+// Parts of the size of an operand's that a stage's pixels take: those, or what is copied there at first.
+template <class Mode>
+constexpr int kStageParts = int(sizeof(typename Mode::In) / sizeof(typename Mode::Element));
+
 // The largest magnitude is scaled into [2^14, 2^15): under the largest half, 65504.
 constexpr int kScaledExponent = 14;
 constexpr int kMostExponent = 126;  // 2^126 and 2^-126 are normal floats

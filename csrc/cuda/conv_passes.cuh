@@ -40,13 +40,7 @@ class PassBase {
   // Called before the first tile with these rows.
   __device__ void set_rows(const ThreadRows&) {}
   // Until nobody reads the staging memory any more.
-  __device__ void before_staging() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-#endif
-    sync();
-  }
-  __device__ void end() {}
+  __device__ void before_staging() { sync(); }
 
  protected:
   __device__ void sync() const { sync_threads(barrier_, kGroupThreads); }
@@ -165,12 +159,6 @@ class StorePass : public PassBase {
     }
   }
 
-  __device__ void end() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-#endif
-  }
-
  private:
   // Where the rows of a channel follow each other in the output, a tile's are one run of each channel: it is
   // put together in shared memory and written as whole lines. Else each thread writes what it has.
@@ -186,7 +174,6 @@ class StorePass : public PassBase {
     Out* run = reinterpret_cast<Out*>(staging_);
     const int pitch = run_pitch<Out>();
     scatter<kColumns, Out>(tile, rows, d, run, pitch, tile.cols, 1);
-    fence_async_proxy();
     sync();
     const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
     const bool whole_rows = tile.cols == t.out_size[1];
@@ -265,32 +252,31 @@ class StorePass : public PassBase {
   // A run of each channel, from shared memory to the output.
   template <class Out>
   __device__ void write_runs(const Out* from, int pitch, Out* to, int64_t stride, int channels, int length) {
-    const int bytes = length * int(sizeof(Out));
-    const bool aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) |
-                          uintptr_t(stride * sizeof(Out)) | uintptr_t(bytes)) %
-                             16 ==
-                         0;
-#if __CUDA_ARCH__ >= 900
-    if (aligned) {  // by the copy engine, while this group goes on
-      constexpr int kWarpChannels = kRows / (kGroupThreads / kWarpThreads);
-      const int c = warp() * kWarpChannels + lane();
-      if (lane() < kWarpChannels && c < channels) {
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + c * stride),
-                     "r"(shared_address(from + c * pitch)), "r"(bytes)
-                     : "memory");
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-      }
-      return;
-    }
-#endif
-    const int step = aligned ? 16 / int(sizeof(Out)) : 1;
-    for (int c = warp(); c < channels; c += kGroupThreads / kWarpThreads) {
-      for (int i = lane() * step; i < length; i += kWarpThreads * step) {
-        if (aligned) {
-          *reinterpret_cast<uint4*>(to + c * stride + i) =
-              *reinterpret_cast<const uint4*>(from + c * pitch + i);
-        } else {
-          to[c * stride + i] = from[c * pitch + i];
+    constexpr int kVector = kVectorBytes / int(sizeof(Out));
+    const uintptr_t bits = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) |
+                           uintptr_t(stride * sizeof(Out)) | uintptr_t(length * sizeof(Out));
+    bits % kVectorBytes == 0 ? copy_runs<kVector>(from, pitch, to, stride, channels, length)
+                             : copy_runs<1>(from, pitch, to, stride, channels, length);
+  }
+
+  // A warp has every kWarps-th channel.
+  template <int kVector, class Out>
+  __device__ void copy_runs(const Out* from, int pitch, Out* to, int64_t stride, int channels, int length) {
+    constexpr int kWarps = kGroupThreads / kWarpThreads;
+    constexpr int kTogether = 4;  // channels whose loads do not wait for each other
+    for (int i = lane() * kVector; i < length; i += kWarpThreads * kVector) {
+#pragma unroll
+      for (int c0 = 0; c0 < kRows / kWarps; c0 += kTogether) {
+        Pack<Out, kVector> values[kTogether];
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          const int c = warp() + (c0 + k) * kWarps;
+          if (c < channels) values[k] = load_pack<kVector>(from + c * pitch + i);
+        }
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          const int c = warp() + (c0 + k) * kWarps;
+          if (c < channels) store_pack(to + c * stride + i, values[k]);
         }
       }
     }

@@ -54,9 +54,12 @@ std::string reason_against(const Problem& problem) {
   return "";
 }
 
+// Of the operands' parts, and of what a stage's pixels take: before they are split they are copied there.
 int parts_of(const Problem& problem) {
   return problem.input.dtype == DType::kFloat32 && !problem.conv->tf32 ? 2 : 1;
 }
+
+int stage_parts_of(const Problem& problem) { return problem.input.dtype == DType::kFloat32 ? 2 : 1; }
 
 void set_conv(ConvTiling& t, const Problem& problem) {
   const Conv& conv = *problem.conv;
@@ -192,7 +195,8 @@ void set_taps(ConvTiling& t) {
 }
 
 // What is in shared memory; false if it does not fit.
-bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t pool[2], const Card& card) {
+bool set_memory(ConvTiling& t, int columns, int parts, int stage_parts, bool pools, const int64_t pool[2],
+                const Card& card) {
   const int plane_units = t.stack * t.phase_rows * t.pitch;
   int furthest = 0;  // unit where the columns of a product start
   for (int i = 0; i < t.tap_rows; ++i) furthest = std::max(furthest, row_slot(t, t.tap_row[i]) * t.pitch);
@@ -223,11 +227,11 @@ bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t
     t.pixels_bytes = blocks * t.plane * kUnitBytes;
     t.weights_stay = t.chunks * t.row_blocks == 1;
     const int weights = parts * t.weights_bytes;
-    const int stage = parts * t.pixels_bytes + (t.weights_stay ? 0 : weights);
+    const int stage = stage_parts * t.pixels_bytes + (t.weights_stay ? 0 : weights);
     const int left = card.shared_bytes - fixed - (t.weights_stay ? weights : 0);
     t.stages = std::min(kMostStages, left / stage);
-    const bool fits = left > 0 && t.stages >= (blocks == 1 ? 1 : kFewStages);
-    if (fits && t.half_steps / 2 <= kMostSteps && parts * t.pixels_bytes / kUnitBytes < 1 << 14) {
+    const bool fits = left > 0 && t.stages >= kFewStages;
+    if (fits && t.half_steps / 2 <= kMostSteps && stage_parts * t.pixels_bytes / kUnitBytes < 1 << 14) {
       t.shared_bytes = fixed + (t.weights_stay ? weights : 0) + t.stages * stage;
       return true;
     }
@@ -262,7 +266,8 @@ ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   set_stack(t);
   if (!set_tiles(t, columns, pool)) return two_steps("no tile of these sizes");
   set_taps(t);
-  if (!set_memory(t, columns, parts_of(problem), pools, pool, card)) return two_steps("shared memory");
+  if (!set_memory(t, columns, parts_of(problem), stage_parts_of(problem), pools, pool, card))
+    return two_steps("shared memory");
   plan.reason = describe(plan);
   return plan;
 }
