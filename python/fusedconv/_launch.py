@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -61,15 +60,6 @@ def _runs_directly(input: Tensor, weight: Tensor, groups: int) -> bool:
     if groups != 1 or input.dtype not in (torch.float32, torch.float64):
         return False
     return input.dtype is torch.float64 or math.prod(weight.shape[1:]) <= _MOST_PRODUCTS
-
-
-def _prefers_two_steps(groups: int) -> str:
-    """Why PyTorch's conv runs on CUDA; empty if our own may."""
-    if groups != 1:
-        return "two-step, groups"
-    if os.environ.get("FUSEDCONV_CUDA_PATH") != "direct":
-        return "two-step, the direct path has not passed all of its tests yet: FUSEDCONV_CUDA_PATH=direct takes it"
-    return ""
 
 
 def _by_setting(runs: Mapping[str, Run]) -> Run:
@@ -144,9 +134,10 @@ class Launcher:
         """None where the conv is left to PyTorch. A debug log tells which, and why."""
         if not self._has_conv:
             return None
-        plan = _prefers_two_steps(groups=args[-1])
         run = None
-        if not plan:
+        if args[-1] != 1:
+            plan = "two-step, groups"
+        else:
             launch = self._launch(
                 args, output, self._numbers(args), self._conv(args, tf32=precision == "tf32")
             )
