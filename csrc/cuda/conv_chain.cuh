@@ -86,7 +86,7 @@ struct ConvChain {
     ConvProblem p{problem.input,
                   problem.conv->weight,
                   problem.output,
-                  static_cast<const float*>(problem.conv->bias),
+                  problem.conv->bias,
                   problem.arguments,
                   t,
                   int(problem.input.size[0]),

@@ -17,7 +17,7 @@ constexpr int kNonFinite = 1 << 20;  // in place of an exponent: the tensor core
 
 struct ConvProblem {
   Tensor input, weight, output;
-  const float* conv_bias;
+  Parameter conv_bias;
   Arguments arguments;
   ConvTiling tiling;
   int samples;

@@ -41,11 +41,6 @@ _NUMBERS: dict[str, Any] = {  # in the order of _C.Numbers, with what stands for
 }
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a chain computes in."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def _form(tensor: Tensor) -> _C.Form:
     return _CODES[tensor.dtype], tensor.shape, tensor.stride()
 
@@ -186,8 +181,9 @@ class Launcher:
         self, args: Sequence[Any], output: Tensor, numbers: _C.Numbers, conv: _C.Conv | None = None
     ) -> _C.Launch:
         """Without ``conv`` the first argument is the conv's output."""
-        names = list(self._places(args, conv is not None))
-        return _C.Launch(self._chain, names, _form(args[0]), conv, numbers, _form(output))
+        places = self._places(args, conv is not None)
+        tensors = [(name, _CODES[args[i].dtype]) for name, i in places.items()]
+        return _C.Launch(self._chain, tensors, _form(args[0]), conv, numbers, _form(output))
 
     def _prepare(
         self, launch: _C.Launch, args: Sequence[Any], output: Tensor, start: Start, conv: bool = True
@@ -209,10 +205,9 @@ class Launcher:
             return output
 
         channels = args[1].shape[0] if conv else args[0].shape[1]
-        compute = compute_dtype(args[0].dtype)
 
         def is_ready(vector: Tensor) -> bool:
-            return vector.dtype is compute and vector.numel() == channels and vector.is_contiguous()
+            return vector.numel() == channels and vector.is_contiguous()
 
         unready = [place[name] for name in names if name in _VECTORS and not is_ready(args[place[name]])]
 
@@ -220,7 +215,7 @@ class Launcher:
             args = list(args)
             for i in unready:
                 args[i].data_ptr() or _freed(self._names[i])
-                args[i] = args[i].to(compute).reshape(-1).expand(channels).contiguous()
+                args[i] = args[i].reshape(-1).expand(channels).contiguous()
             return run(args)
 
         return make_ready_and_run if unready else run
