@@ -183,6 +183,15 @@ def test_wrong_pointers_for_the_extension() -> None:
             launch.on_cpu(pointers, 0, 1)
 
 
+def test_an_error_of_cuda_names_the_chain() -> None:
+    """On any machine and in any build there is no 1000th device."""
+    numbers = (0, 1e-5, (1, 1), 0.0, 1.0)
+    form = (_C.FLOAT32, [1, 1, 1, 1], [1, 1, 1, 1])
+    launch = _C.Launch("relu_hardswish", [("input", _C.FLOAT32)], form, None, numbers, form)
+    with pytest.raises((RuntimeError, ValueError), match=r"fusedconv: .*relu_hardswish.*(cudaError|CUDA)"):
+        launch.prepare_cuda(1000)
+
+
 @pytest.mark.parametrize("chain", ["relu_hardswish", "group_norm_silu"])
 def test_empty_launch_of_the_extension(chain: str) -> None:
     numbers = (1, 1e-5, (1, 1), 0.0, 1.0)
