@@ -94,6 +94,7 @@ struct ConvChain {
                   nullptr,
                   nullptr,
                   nullptr,
+                  nullptr,
                   nullptr};
     p.tiling.reads_vectors &= reinterpret_cast<uintptr_t>(problem.input.data) % kUnitBytes == 0;
     Workspace workspace(base);
@@ -101,6 +102,7 @@ struct ConvChain {
     const int64_t packed_bytes = int64_t(2) * t.weights_bytes * t.chunks * t.row_blocks;
     p.packed = workspace.take<uint4>(packed_bytes / kUnitBytes);
     p.exponents = workspace.take<int>(t.row_blocks * kRows);
+    p.row_bias = workspace.take<float>(t.row_blocks * kRows);
     if (Chain::kNeedsStatistics) {
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
       p.norms = workspace.take<Norm<float>>(channels);

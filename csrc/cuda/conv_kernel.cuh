@@ -126,7 +126,7 @@ struct ThreadRows {
       const int m = row_of_thread() + 8 * k;
       channel[k] = row_block * kRows + (m & (t.stack_channels - 1));
       exponent[k] = exponents[m];
-      bias[k] = channel[k] < t.out_channels ? value_of<float>(p.conv_bias, channel[k]) : 0.0f;
+      bias[k] = p.row_bias[row_block * kRows + m];
     }
     const int lane = threadIdx.x % kWarpThreads;
     are_finite =

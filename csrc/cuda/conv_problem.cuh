@@ -24,6 +24,7 @@ struct ConvProblem {
   // Workspace.
   uint4* packed;       // weights as conv_weights.cuh packs them
   int* exponents;      // [row_blocks * kRows], of the weights' scales
+  float* row_bias;     // [row_blocks * kRows], the conv's
   Part<float>* parts;  // [N][C][parts of a channel]
   Norm<float>* norms;  // [N][C]
   float* pooled;       // [N][C][pooled height][pooled width]
