@@ -29,7 +29,7 @@ FUSEDCONV_INLINE float from_float16(uint16_t bits) {
   return bit_cast<float>((special ? (magnitude | 0x7f800000u) : bit_cast<uint32_t>(scaled)) | sign);
 }
 
-// A channel's value in the compute type; the switch costs nothing where few threads, or few tiles, ask.
+// A channel's value in the compute type. Kernels ask once a channel, a row or a tile, so a switch will do.
 template <class T>
 FUSEDCONV_INLINE T value_of(const Parameter& parameter, int64_t channel, T absent = T(0)) {
   if (parameter.data == nullptr) return absent;

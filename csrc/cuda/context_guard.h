@@ -14,7 +14,9 @@ class ContextGuard {
   explicit ContextGuard(int device) {
     // The driver's errors have the numbers that the runtime's have.
     check_cuda(static_cast<cudaError_t>(driver().get(&previous_)), "cuCtxGetCurrent");
-    check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    const cudaError_t status = cudaSetDevice(device);
+    if (status != cudaSuccess) driver().set(previous_);  // nothing is destroyed that was not constructed
+    check_cuda(status, "cudaSetDevice");
   }
   ~ContextGuard() { driver().set(previous_); }
   ContextGuard(const ContextGuard&) = delete;
