@@ -23,6 +23,7 @@ namespace {
 
 using Pair = std::array<int64_t, 2>;
 using Quad = std::array<int64_t, 4>;
+using PyTensor = std::pair<std::string, int>;               // name, dtype
 using PyForm = std::tuple<int, Quad, Quad>;                 // dtype, sizes, strides
 using PyConv = std::tuple<PyForm, Pair, Pair, Pair, bool>;  // weight, stride, padding, dilation, tf32
 // num_groups, eps, pool_size, clamp_min, clamp_max
@@ -40,17 +41,18 @@ Tensor to_tensor(const PyForm& from) {
 
 Conv to_conv(const PyConv& from) {
   const auto& [weight, stride, padding, dilation, tf32] = from;
-  return {to_tensor(weight),          nullptr, {stride[0], stride[1]}, {padding[0], padding[1]},
+  return {to_tensor(weight),          {},  {stride[0], stride[1]}, {padding[0], padding[1]},
           {dilation[0], dilation[1]}, tf32};
 }
 
 Arguments to_arguments(const PyNumbers& from) {
   const auto& [num_groups, eps, pool, clamp_min, clamp_max] = from;
-  return {nullptr, nullptr, nullptr, nullptr, num_groups, eps, {pool[0], pool[1]}, clamp_min, clamp_max};
+  return {{}, {}, {}, {}, num_groups, eps, {pool[0], pool[1]}, clamp_min, clamp_max};
 }
 
 // The tensors that a launch reads.
 constexpr std::array kNames{"input", "weight", "conv_bias", "bias", "scale", "norm_weight", "norm_bias"};
+enum Slot : size_t { kInput, kWeight, kConvBias, kBias, kScale, kNormWeight, kNormBias };
 
 size_t find_slot(const std::string& name) {
   const size_t slot = size_t(std::find(kNames.begin(), kNames.end(), name) - kNames.begin());
@@ -61,13 +63,16 @@ size_t find_slot(const std::string& name) {
 // A problem that is made once and run often, by several threads at a time: each run brings its own pointers.
 class Launch {
  public:
-  // names: whose pointers a run brings, in their order.
-  Launch(const std::string& chain, const std::vector<std::string>& names, const PyForm& input,
+  // tensors: names and dtypes of those whose pointers a run brings, in their order.
+  Launch(const std::string& chain, const std::vector<PyTensor>& tensors, const PyForm& input,
          const std::optional<PyConv>& conv, const PyNumbers& numbers, const PyForm& output)
       : chain_(chain),
         cpu_kernel_(find_on_cpu(chain)),
         problem_{to_tensor(input), nullptr, to_arguments(numbers), to_tensor(output)} {
-    for (const std::string& name : names) slots_.push_back(find_slot(name));
+    for (const auto& [name, dtype] : tensors) {
+      slots_.push_back(find_slot(name));
+      dtypes_[slots_.back()] = static_cast<DType>(dtype);
+    }
     if (conv) conv_ = to_conv(*conv);
   }
 
@@ -99,21 +104,21 @@ class Launch {
       throw std::invalid_argument("fusedconv: the pointers are not those that were named");
     std::array<void*, kNames.size()> at{};  // null: absent
     for (size_t i = 0; i < slots_.size(); ++i) at[slots_[i]] = pointer(pointers[i]);
-    const auto& [input, weight, conv_bias, bias, scale, norm_weight, norm_bias] = at;
+    const auto parameter = [&](Slot slot) { return Parameter{at[slot], dtypes_[slot]}; };
 
     Problem problem = problem_;
     Conv conv;
     if (conv_) {
       conv = *conv_;
-      conv.weight.data = weight;
-      conv.bias = conv_bias;
+      conv.weight.data = at[kWeight];
+      conv.bias = parameter(kConvBias);
       problem.conv = &conv;
     }
-    problem.input.data = input;
-    problem.arguments.bias = bias;
-    problem.arguments.scale = scale;
-    problem.arguments.norm_weight = norm_weight;
-    problem.arguments.norm_bias = norm_bias;
+    problem.input.data = at[kInput];
+    problem.arguments.bias = parameter(kBias);
+    problem.arguments.scale = parameter(kScale);
+    problem.arguments.norm_weight = parameter(kNormWeight);
+    problem.arguments.norm_bias = parameter(kNormBias);
     problem.output.data = pointer(output);
 
     const py::gil_scoped_release release;
@@ -123,6 +128,7 @@ class Launch {
   std::string chain_;
   Kernel cpu_kernel_;  // every chain has one
   std::vector<size_t> slots_;
+  std::array<DType, kNames.size()> dtypes_{};
   std::optional<Conv> conv_;
   std::optional<CudaLaunch> cuda_;
   Problem problem_;
@@ -143,7 +149,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
   module.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
   py::class_<Launch>(module, "Launch")
-      .def(py::init<const std::string&, const std::vector<std::string>&, const PyForm&,
+      .def(py::init<const std::string&, const std::vector<PyTensor>&, const PyForm&,
                     const std::optional<PyConv>&, const PyNumbers&, const PyForm&>())
       .def("on_cpu", &Launch::on_cpu)
       .def("on_cuda", &Launch::on_cuda)

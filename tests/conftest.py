@@ -36,9 +36,8 @@ def _unchanged_state() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Runner]:
-    """Calls of operators on CUDA, which take the direct path wherever it can serve."""
-    monkeypatch.setenv("FUSEDCONV_CUDA_PATH", "direct")
+def run(caplog: pytest.LogCaptureFixture) -> Iterator[Runner]:
+    """Calls of operators on CUDA, with a look at the path that they take."""
     caplog.set_level(logging.DEBUG, logger="fusedconv")
     yield Runner(caplog)
     forget()

@@ -1,7 +1,6 @@
 """What the tests of the conv on CUDA share: modes, random calls, references, and calls whose path is looked at.
 
-The direct path is asked for by FUSEDCONV_CUDA_PATH. All tests also serve with FUSEDCONV_CUDA_SOURCE set, to "sm_80" or to
-"none"; with "none" the two-step path must run.
+All tests also serve with FUSEDCONV_CUDA_SOURCE set, to "sm_80" or to "none"; with "none" the two-step path must run.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 
 
 def expected_path() -> str:
-    """Where the direct path serves and is asked for."""
+    """Of the calls that the direct path covers."""
     serves = SOURCE != "none" and torch.cuda.get_device_capability() >= (8, 0)
     return "direct" if serves else "two-step"
 

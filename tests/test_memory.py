@@ -8,8 +8,8 @@ import platform
 import pytest
 import torch
 
-from chains_table import CONV_ROWS, Row, reference_models
-from helpers import new_process, profile
+from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, randn, reference_models
+from helpers import BOUNDS, check_chain, new_process, profile
 
 rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 
@@ -26,6 +26,20 @@ def test_no_operator_of_pytorch_computes(row: Row, layout: torch.memory_format) 
             ran = profile(lambda: fused(x))
         assert any("fusedconv::" in name for name in ran.operators), ran
         assert ran.computing == []
+
+
+@pytest.mark.parametrize("parameters", [None, torch.float32], ids=["own dtype", "float32"])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
+def test_parameters_are_read_in_the_dtype_that_they_have(
+    row: Row, dtype: torch.dtype, parameters: torch.dtype | None
+) -> None:
+    """No operator of PyTorch casts them first."""
+    gen = generator(row.chain, dtype)
+    own = draw_own(row, 8, gen, dtype=parameters or dtype)
+    v = randn(gen, 2, 8, 5, 9).to(dtype)
+    check_chain(row, v, own)
+    assert profile(lambda: row.chain_op(v, own)).computing == []
 
 
 @rows

@@ -168,7 +168,7 @@ def test_unknown_chain_name_of_the_extension() -> None:
     numbers = (0, 1e-5, (1, 1), 0.0, 1.0)
     form = (_C.FLOAT32, [1, 1, 1, 1], [1, 1, 1, 1])
     with pytest.raises(ValueError, match="no_such_chain"):
-        _C.Launch("no_such_chain", ["input"], form, None, numbers, form)
+        _C.Launch("no_such_chain", [("input", _C.FLOAT32)], form, None, numbers, form)
 
 
 def test_wrong_pointers_for_the_extension() -> None:
@@ -176,18 +176,27 @@ def test_wrong_pointers_for_the_extension() -> None:
     numbers = (0, 1e-5, (1, 1), 0.0, 1.0)
     form = (_C.FLOAT32, [1, 1, 1, 1], [1, 1, 1, 1])
     with pytest.raises(ValueError, match="no_such_tensor"):
-        _C.Launch("relu_hardswish", ["input", "no_such_tensor"], form, None, numbers, form)
-    launch = _C.Launch("relu_hardswish", ["input"], form, None, numbers, form)
+        _C.Launch("relu_hardswish", [("no_such_tensor", _C.FLOAT32)], form, None, numbers, form)
+    launch = _C.Launch("relu_hardswish", [("input", _C.FLOAT32)], form, None, numbers, form)
     for pointers in ([], [0, 0]):
         with pytest.raises(ValueError, match="pointers"):
             launch.on_cpu(pointers, 0, 1)
+
+
+def test_an_error_of_cuda_names_the_chain() -> None:
+    """On any machine and in any build there is no 1000th device."""
+    numbers = (0, 1e-5, (1, 1), 0.0, 1.0)
+    form = (_C.FLOAT32, [1, 1, 1, 1], [1, 1, 1, 1])
+    launch = _C.Launch("relu_hardswish", [("input", _C.FLOAT32)], form, None, numbers, form)
+    with pytest.raises((RuntimeError, ValueError), match=r"fusedconv: .*relu_hardswish.*(cudaError|CUDA)"):
+        launch.prepare_cuda(1000)
 
 
 @pytest.mark.parametrize("chain", ["relu_hardswish", "group_norm_silu"])
 def test_empty_launch_of_the_extension(chain: str) -> None:
     numbers = (1, 1e-5, (1, 1), 0.0, 1.0)
     form = (_C.FLOAT32, [0, 1, 1, 1], [1, 1, 1, 1])
-    _C.Launch(chain, ["input"], form, None, numbers, form).on_cpu([1], 1, 2)
+    _C.Launch(chain, [("input", _C.FLOAT32)], form, None, numbers, form).on_cpu([1], 1, 2)
 
 
 def test_row_31_a_machine_without_a_gpu_is_told_in_words() -> None:

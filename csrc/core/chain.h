@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "moments.h"
+#include "parameter.h"
 #include "pointwise.h"
 #include "problem.h"
 #include "reduce.h"
@@ -67,8 +68,8 @@ struct Chain {
 template <class T>
 FUSEDCONV_INLINE Channel<T> make_channel(const Arguments& arguments, int64_t c) {
   Channel<T> channel{};
-  if (arguments.bias != nullptr) channel.bias = static_cast<const T*>(arguments.bias)[c];
-  if (arguments.scale != nullptr) channel.scale = static_cast<const T*>(arguments.scale)[c];
+  channel.bias = value_of<T>(arguments.bias, c);
+  channel.scale = value_of<T>(arguments.scale, c);
   channel.clamp_min = static_cast<T>(arguments.clamp_min);
   channel.clamp_max = static_cast<T>(arguments.clamp_max);
   return channel;
@@ -78,10 +79,8 @@ FUSEDCONV_INLINE Channel<T> make_channel(const Arguments& arguments, int64_t c) 
 template <class T>
 FUSEDCONV_INLINE void set_norm(Channel<T>& channel, const Arguments& arguments, int64_t c, double mean,
                                double inverse_deviation) {
-  const double weight =
-      arguments.norm_weight != nullptr ? double(static_cast<const T*>(arguments.norm_weight)[c]) : 1.0;
-  const double bias =
-      arguments.norm_bias != nullptr ? double(static_cast<const T*>(arguments.norm_bias)[c]) : 0.0;
+  const double weight = value_of<double>(arguments.norm_weight, c, 1.0);
+  const double bias = value_of<double>(arguments.norm_bias, c);
   channel.mean = static_cast<T>(mean);
   channel.norm_scale = static_cast<T>(weight * inverse_deviation);
   channel.norm_shift = static_cast<T>(bias - (mean - double(channel.mean)) * weight * inverse_deviation);

@@ -21,23 +21,28 @@ FUSEDCONV_INLINE int64_t element_count(const Tensor& tensor) {
   return tensor.size[0] * tensor.size[1] * tensor.size[2] * tensor.size[3];
 }
 
-// A Conv2d with one group. weight is (C_out, C_in, KH, KW); bias has C_out elements or is null.
+// A value for each channel, contiguous; null where absent. See parameter.h.
+struct Parameter {
+  const void* data;
+  DType dtype;
+};
+
+// A Conv2d with one group. weight is (C_out, C_in, KH, KW).
 struct Conv {
   Tensor weight;
-  const void* bias;
+  Parameter bias;
   int64_t stride[2];
   int64_t padding[2];
   int64_t dilation[2];
   bool tf32;  // float32 products of TF32 precision will do
 };
 
-// What the stages after the conv take. Pointers are null where absent, else C contiguous elements of the
-// compute type: double for float64 tensors, float for all others.
+// What the stages after the conv take.
 struct Arguments {
-  const void* bias;
-  const void* scale;
-  const void* norm_weight;
-  const void* norm_bias;
+  Parameter bias;
+  Parameter scale;
+  Parameter norm_weight;
+  Parameter norm_bias;
   int64_t num_groups;
   double eps;
   int64_t pool[2];

@@ -82,11 +82,10 @@ ConvSource<T>::ConvSource(const Tensor& input, const Conv& conv, const Axis& ver
 template <class T>
 void ConvSource<T>::pack_weight() {
   const Tensor& weight = conv_.weight;
-  const T* bias = static_cast<const T*>(conv_.bias);
   const int64_t padded_channels = round_up(this->channels, kBlockChannels);
   for (int64_t c = 0; c < padded_channels; ++c) {
     const bool exists = c < this->channels;
-    bias_[c] = exists && bias != nullptr ? bias[c] : T(0);
+    bias_[c] = exists ? value_of<T>(conv_.bias, c) : T(0);
     T* to = weight_.data() + c / kBlockChannels * kBlockChannels * taps_ + c % kBlockChannels;
     const T* from = static_cast<const T*>(weight.data) + c * weight.stride[0];
     for (int64_t i = 0; i < in_channels_; ++i) {

@@ -7,6 +7,7 @@
 // holds. An unpadded input of stride 1 has that layout already and is read in place.
 #pragma once
 
+#include "../core/parameter.h"
 #include "buffer.h"
 #include "source.h"
 

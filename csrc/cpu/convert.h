@@ -1,7 +1,7 @@
 // Rows of a tensor of any dtype and stride to and from the compute type.
 #pragma once
 
-#include "../core/problem.h"
+#include "../core/parameter.h"
 #include "vector_math.h"
 
 namespace fusedconv {
@@ -14,30 +14,13 @@ struct Float16 {
   uint16_t bits;
 };
 
-template <class To, class From>
-FUSEDCONV_INLINE To bit_cast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
 template <class T>
 FUSEDCONV_INLINE T widen(T x) {
   return x;
 }
 
-FUSEDCONV_INLINE float widen(BFloat16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
-
-// The exponent is moved by a multiplication, which also turns half's subnormals into float's normal numbers.
-FUSEDCONV_INLINE float widen(Float16 x) {
-  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
-  const uint32_t magnitude = uint32_t(x.bits & 0x7fffu) << 13;
-  const bool special = (x.bits & 0x7c00u) == 0x7c00u;                                      // infinity and NaN
-  const float scaled = bit_cast<float>(magnitude) * bit_cast<float>(uint32_t(239) << 23);  // 2^112
-  const uint32_t bits = special ? (magnitude | 0x7f800000u) : bit_cast<uint32_t>(scaled);
-  return bit_cast<float>(bits | sign);
-}
+FUSEDCONV_INLINE float widen(BFloat16 x) { return from_bfloat16(x.bits); }
+FUSEDCONV_INLINE float widen(Float16 x) { return from_float16(x.bits); }
 
 template <class To, class From>
 struct Narrow {

@@ -12,8 +12,11 @@ namespace fusedconv {
 class ContextGuard {
  public:
   explicit ContextGuard(int device) {
-    check_driver(driver().get(&previous_), "cuCtxGetCurrent");
-    check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    // The driver's errors have the numbers that the runtime's have.
+    check_cuda(static_cast<cudaError_t>(driver().get(&previous_)), "cuCtxGetCurrent");
+    const cudaError_t status = cudaSetDevice(device);
+    if (status != cudaSuccess) driver().set(previous_);  // nothing is destroyed that was not constructed
+    check_cuda(status, "cudaSetDevice");
   }
   ~ContextGuard() { driver().set(previous_); }
   ContextGuard(const ContextGuard&) = delete;
@@ -38,15 +41,8 @@ class ContextGuard {
     void* address = nullptr;
     cudaDriverEntryPointQueryResult found;
     check_cuda(cudaGetDriverEntryPointByVersion(name, &address, kVersion, cudaEnableDefault, &found), name);
-    if (address == nullptr) throw std::runtime_error(std::string("fusedconv: the driver has no ") + name);
+    if (address == nullptr) throw std::runtime_error(std::string("the driver has no ") + name);
     return reinterpret_cast<Function*>(address);
-  }
-
-  static void check_driver(CUresult status, const std::string& what) {
-    if (status != CUDA_SUCCESS) {
-      throw std::runtime_error("fusedconv: " + what + " failed with CUDA driver error " +
-                               std::to_string(int(status)));
-    }
   }
 
   CUcontext previous_ = nullptr;

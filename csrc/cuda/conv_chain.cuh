@@ -86,10 +86,11 @@ struct ConvChain {
     ConvProblem p{problem.input,
                   problem.conv->weight,
                   problem.output,
-                  static_cast<const float*>(problem.conv->bias),
+                  problem.conv->bias,
                   problem.arguments,
                   t,
                   int(problem.input.size[0]),
+                  nullptr,
                   nullptr,
                   nullptr,
                   nullptr,
@@ -103,6 +104,7 @@ struct ConvChain {
     const int64_t packed_bytes = int64_t(2) * t.weights_bytes * t.chunks * t.row_blocks;
     p.packed = workspace.take<uint4>(packed_bytes / kUnitBytes);
     p.exponents = workspace.take<int>(t.row_blocks * kRows);
+    p.row_bias = workspace.take<float>(t.row_blocks * kRows);
     if (Chain::kNeedsStatistics) {
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
       p.norms = workspace.take<Norm<float>>(channels);

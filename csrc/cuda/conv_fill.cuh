@@ -37,7 +37,7 @@ struct Quad {
 };
 
 template <class In>
-using Piece = Pack<In, 4>;
+using PixelPiece = Pack<In, 4>;
 
 // A thread has every kFillThreads-th quad of a stage, all in registers when their scale is found.
 constexpr int kThreadQuads = cuda::kMostChunkUnits / (kQuadUnits * kFillThreads);
@@ -76,9 +76,9 @@ __device__ void set_places(const ConvProblem& p, QuadPlace (&place)[kThreadQuads
 
 // Piece i of a quad in a stage that is not laid out yet: neighbouring threads' are neighbours.
 template <class In>
-__device__ Piece<In>* piece_of(const ConvTiling& t, uint8_t* stage, const QuadPlace& place, int i) {
+__device__ PixelPiece<In>* piece_of(const ConvTiling& t, uint8_t* stage, const QuadPlace& place, int i) {
   const int quads = t.blocks_per_chunk * t.plane_units / kQuadUnits;
-  return reinterpret_cast<Piece<In>*>(stage) + place.number + i * quads;
+  return reinterpret_cast<PixelPiece<In>*>(stage) + place.number + i * quads;
 }
 
 // Starts to copy a quad to a stage; zeros where there is no pixel. Where there is no channel the weights are
@@ -138,7 +138,7 @@ template <class In>
 __device__ void read_quad(const ConvTiling& t, uint8_t* stage, const QuadPlace& place, Quad<In>& quad) {
 #pragma unroll
   for (int i = 0; i < kQuadPieces; ++i) {
-    const Piece<In> piece = *piece_of<In>(t, stage, place, i);
+    const PixelPiece<In> piece = *piece_of<In>(t, stage, place, i);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       In& of_channel = quad.unit[k].value[i];

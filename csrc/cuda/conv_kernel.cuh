@@ -130,8 +130,9 @@ struct ThreadRows {
     const int* exponents = p.exponents + row_block * kRows;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      exponent[k] = exponents[row_of_thread() + 8 * k];
-      bias[k] = p.conv_bias != nullptr && channel(k) < t.out_channels ? p.conv_bias[channel(k)] : 0.0f;
+      const int m = row_of_thread() + 8 * k;
+      exponent[k] = exponents[m];
+      bias[k] = p.row_bias[row_block * kRows + m];
     }
     const int lane = threadIdx.x % kWarpThreads;
     are_finite =

@@ -17,13 +17,14 @@ constexpr int kNonFinite = 1 << 20;  // in place of an exponent: the tensor core
 
 struct ConvProblem {
   Tensor input, weight, output;
-  const float* conv_bias;
+  Parameter conv_bias;
   Arguments arguments;
   ConvTiling tiling;
   int samples;
   // Workspace.
   uint4* packed;       // weights as conv_weights.cuh packs them
   int* exponents;      // [row_blocks * kRows], of the weights' scales
+  float* row_bias;     // [row_blocks * kRows], the conv's
   Part<float>* parts;  // [N][C][parts of a channel]
   Norm<float>* norms;  // [N][C]
   float* pooled;       // [N][C][pooled height][pooled width]

@@ -1,5 +1,6 @@
 // Packs a conv's weights as the left operand of its products: for each block of 64 rows, chunk, part and half
-// step, 64 units of 8 values. Zeros stand where a row has no tap.
+// step, 64 units of 8 values. Zeros stand where a row has no tap. The bias goes with them, row by row, in
+// float.
 #pragma once
 
 #include "conv_modes.cuh"
@@ -47,7 +48,11 @@ __global__ void __launch_bounds__(kWarpThreads) pack_conv_weights(const __grid_c
   }
   magnitude = __reduce_max_sync(~0u, magnitude);
   const int exponent = Mode::kScales ? scale_exponent(magnitude) : 0;
-  if (threadIdx.x == 0) p.exponents[blockIdx.x] = magnitude < kInfinityBits ? exponent : kNonFinite;
+  if (threadIdx.x == 0) {
+    const int out_channel = row_block * kRows + m % t.stack_channels;
+    p.exponents[blockIdx.x] = magnitude < kInfinityBits ? exponent : kNonFinite;
+    p.row_bias[blockIdx.x] = out_channel < t.out_channels ? value_of<float>(p.conv_bias, out_channel) : 0.0f;
+  }
   const float scale = power_of_two(exponent);
   for (int chunk = 0; chunk < t.chunks; ++chunk) {
     Element* to = reinterpret_cast<Element*>(p.packed) +

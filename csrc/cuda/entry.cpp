@@ -94,6 +94,16 @@ std::string reason_against(int device) {
   }
 }
 
+// What goes wrong in a call says in which operator.
+template <class Call>
+auto naming(const std::string& name, const Call& call) {
+  try {
+    return call();
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error("fusedconv: " + name + ": " + error.what());
+  }
+}
+
 }  // namespace
 
 std::string cuda_version() { return version_text(CUDART_VERSION); }
@@ -113,17 +123,19 @@ std::string cuda_status(int device) {
 
 CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device) {
   const cuda::Kernel& kernel = find_kernel(chain);
-  const cuda::Card card = card_of(device);
+  const std::string name = (problem.conv != nullptr ? "conv2d_" : "") + chain;
+  const cuda::Card card = naming(name, [&] { return card_of(device); });
   cuda::ConvPlan plan{};
   if (problem.conv != nullptr) {
     plan = kernel.plan(problem, card);
     if (plan.source == cuda::ConvSource::kNone) return {false, plan.reason, 0, {}};
   }
-  const auto run = [chain, &kernel, card, plan, device](const Problem& pointers, void* workspace,
-                                                        void* stream) {
-    const ContextGuard guard(device);
-    check_cuda(kernel.launch(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)),
-               "launch of " + chain);
+  const auto run = [name, &kernel, card, plan, device](const Problem& pointers, void* workspace,
+                                                       void* stream) {
+    naming(name, [&] {
+      const ContextGuard guard(device);
+      check_cuda(kernel.launch(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)), "launch");
+    });
   };
   return {true, plan.reason, kernel.workspace(problem, plan, card), run};
 }

@@ -21,11 +21,12 @@ struct CudaLaunch {
   bool runs;         // false: the conv is left to PyTorch
   std::string plan;  // in words
   size_t workspace;  // bytes of memory on the device that a run wants, at a multiple of 256
-  // Queues it on a stream. Throws std::runtime_error, with CUDA's message, if that fails.
+  // Queues it on a stream.
   std::function<void(const Problem& problem, void* workspace, void* stream)> run;
 };
 
-// Throws std::invalid_argument for a chain without a kernel.
+// Throws std::invalid_argument for a chain without a kernel. Where CUDA fails, here or in a run,
+// std::runtime_error names the operator and says what CUDA says.
 CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device);
 
 }  // namespace fusedconv

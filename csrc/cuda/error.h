@@ -1,4 +1,4 @@
-// CUDA's errors as exceptions.
+// CUDA's errors as exceptions. Whoever catches them last adds the operator's name.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,10 +8,10 @@
 
 namespace fusedconv {
 
-inline void check_cuda(cudaError_t status, const std::string& what) {
+inline void check_cuda(cudaError_t status, const char* what) {
   if (status != cudaSuccess) {
     cudaGetLastError();  // the next launch must not report this one
-    throw std::runtime_error("fusedconv: " + what + ": " + cudaGetErrorName(status) + ": " +
+    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(status) + ": " +
                              cudaGetErrorString(status));
   }
 }

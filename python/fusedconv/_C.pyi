@@ -23,15 +23,15 @@ class Launch:
     def __init__(
         self,
         chain: str,
-        names: Sequence[str],
+        tensors: Sequence[tuple[str, int]],
         input: Form,
         conv: Conv | None,
         numbers: Numbers,
         output: Form,
         /,
     ) -> None:
-        """``names``: of the tensors whose pointers the runs bring, in their order. The parameters among them have C
-        contiguous elements of the compute type."""
+        """``tensors``: names and dtype codes of those whose pointers the runs bring, in their order. The parameters among
+        them have C contiguous elements."""
 
     def on_cpu(self, pointers: Sequence[int], output: int, threads: int, /) -> None: ...
     def prepare_cuda(self, device: int, /) -> tuple[int, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -42,11 +41,6 @@ _NUMBERS: dict[str, Any] = {  # in the order of _C.Numbers, with what stands for
 }
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a chain computes in."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def _form(tensor: Tensor) -> _C.Form:
     return _CODES[tensor.dtype], tensor.shape, tensor.stride()
 
@@ -61,15 +55,6 @@ def _runs_directly(input: Tensor, weight: Tensor, groups: int) -> bool:
     if groups != 1 or input.dtype not in (torch.float32, torch.float64):
         return False
     return input.dtype is torch.float64 or math.prod(weight.shape[1:]) <= _MOST_PRODUCTS
-
-
-def _prefers_two_steps(groups: int) -> str:
-    """Why PyTorch's conv runs on CUDA; empty if our own may."""
-    if groups != 1:
-        return "two-step, groups"
-    if os.environ.get("FUSEDCONV_CUDA_PATH") != "direct":
-        return "two-step, the direct path has not passed all of its tests yet: FUSEDCONV_CUDA_PATH=direct takes it"
-    return ""
 
 
 def _by_setting(runs: Mapping[str, Run]) -> Run:
@@ -144,9 +129,10 @@ class Launcher:
         """None where the conv is left to PyTorch. A debug log tells which, and why."""
         if not self._has_conv:
             return None
-        plan = _prefers_two_steps(groups=args[-1])
         run = None
-        if not plan:
+        if args[-1] != 1:
+            plan = "two-step, groups"
+        else:
             launch = self._launch(
                 args, output, self._numbers(args), self._conv(args, tf32=precision == "tf32")
             )
@@ -195,8 +181,9 @@ class Launcher:
         self, args: Sequence[Any], output: Tensor, numbers: _C.Numbers, conv: _C.Conv | None = None
     ) -> _C.Launch:
         """Without ``conv`` the first argument is the conv's output."""
-        names = list(self._places(args, conv is not None))
-        return _C.Launch(self._chain, names, _form(args[0]), conv, numbers, _form(output))
+        places = self._places(args, conv is not None)
+        tensors = [(name, _CODES[args[i].dtype]) for name, i in places.items()]
+        return _C.Launch(self._chain, tensors, _form(args[0]), conv, numbers, _form(output))
 
     def _prepare(
         self, launch: _C.Launch, args: Sequence[Any], output: Tensor, start: Start, conv: bool = True
@@ -218,10 +205,9 @@ class Launcher:
             return output
 
         channels = args[1].shape[0] if conv else args[0].shape[1]
-        compute = compute_dtype(args[0].dtype)
 
         def is_ready(vector: Tensor) -> bool:
-            return vector.dtype is compute and vector.numel() == channels and vector.is_contiguous()
+            return vector.numel() == channels and vector.is_contiguous()
 
         unready = [place[name] for name in names if name in _VECTORS and not is_ready(args[place[name]])]
 
@@ -229,7 +215,7 @@ class Launcher:
             args = list(args)
             for i in unready:
                 args[i].data_ptr() or _freed(self._names[i])
-                args[i] = args[i].to(compute).reshape(-1).expand(channels).contiguous()
+                args[i] = args[i].reshape(-1).expand(channels).contiguous()
             return run(args)
 
         return make_ready_and_run if unready else run

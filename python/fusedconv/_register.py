@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
 from ._conv import GEOMETRY, OWN, TENSORS, convolution, convolution_backward
-from ._launch import Launcher, Run, compute_dtype
+from ._launch import Launcher, Run
 from .chains import CHAINS, CHECKS, Chain, Shape, check_conv, check_image, check_output_dtype
 from .config import check_precision, get_float32_precision, is_traced
 
@@ -214,7 +214,7 @@ class Operator:
 
     def after_conv(self, v: Tensor, args: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """The reference, computed in float32 or wider and rounded once, like the kernels."""
-        compute = compute_dtype(v.dtype)
+        compute = torch.float64 if v.dtype is torch.float64 else torch.float32
         own = [a.to(compute) if isinstance(a, Tensor) else a for a in args[self.own]]
         v = v.to(compute)
         if v.is_cpu:

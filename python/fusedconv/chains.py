@@ -96,7 +96,12 @@ def _group_norm_tanh_hardswish_logsumexp(
     v: Tensor, num_groups: int, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float
 ) -> Tensor:
     normed = torch.group_norm(v, num_groups, norm_weight, norm_bias, eps)
-    return torch.logsumexp(v + F.hardswish(torch.tanh(normed)), dim=1, keepdim=True)
+    return torch.logsumexp(v + _hardswish(torch.tanh(normed)), dim=1, keepdim=True)
+
+
+def _hardswish(v: Tensor) -> Tensor:
+    """F.hardswish on CUDA has a sixth in float32 only, also for float64."""
+    return v * torch.clamp((v + 3) / 6, 0, 1) if v.dtype is torch.float64 else F.hardswish(v)
 
 
 _NORM = "SymInt num_groups, Tensor? norm_weight=None, Tensor? norm_bias=None, float eps=1e-5"
