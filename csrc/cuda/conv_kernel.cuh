@@ -302,8 +302,9 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
           static_cast<const typename Mode::In*>(p.input.data) + tile.sample * p.input.stride[0];
       int exponent = kMostExponent;
       for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next()) {
-        const Source from{sample, tile.row - t.padding[0], tile.col - t.padding[1],
-                          chunk * t.blocks_per_chunk};
+        const ChunkPlace place(t, chunk);
+        const Source from{sample, tile.row - t.padding[0] + place.kernel_row * t.dilation[0],
+                          tile.col - t.padding[1] + place.kernel_col * t.dilation[1], place.block};
         const auto before_store = [&] {
           wait(&s.head->empty[ring.stage], (ring.round & 1) ^ 1);
           if (t.weights_stay && has_weights) return;

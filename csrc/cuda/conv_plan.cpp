@@ -77,22 +77,40 @@ bool reads_vectors(const ConvTiling& t, const Tensor& input) {
   return aligned;
 }
 
+// Groups of taps along a row of the kernel.
+int groups_of_row(const ConvTiling& t) { return ceil_div(t.kernel[1], t.unit_taps); }
+
 void set_units(ConvTiling& t, const Tensor& input) {
   t.unit_channels = 1;
   while (t.unit_channels < kUnitElements && t.unit_channels < t.in_channels) t.unit_channels *= 2;
   t.unit_taps = kUnitElements / t.unit_channels;
-  t.tap_groups = ceil_div(t.kernel[1], t.unit_taps);
   t.blocks = ceil_div(t.in_channels, t.unit_channels);
   t.row_blocks = ceil_div(t.out_channels, kRows);
   t.by_row_blocks = divisor(t.row_blocks);
   t.reads_vectors = reads_vectors(t, input);
 }
 
+// What a chunk has of the kernel, from all of it to one group of taps: fewer rows, then fewer groups of a
+// row, the more cuts.
+void set_chunk_taps(ConvTiling& t, int cuts) {
+  const int groups = groups_of_row(t);
+  const int down = std::min(cuts, t.kernel[0] - 1) + 1;
+  const int across = cuts + 2 - down;
+  t.kernel_rows = ceil_div(t.kernel[0], down);
+  t.tap_groups = ceil_div(groups, across);
+  t.by_chunks_down = divisor(ceil_div(t.kernel[0], t.kernel_rows));
+  t.by_chunks_across = divisor(ceil_div(groups, t.tap_groups));
+}
+
+int most_cuts(const ConvTiling& t) { return t.kernel[0] + groups_of_row(t) - 2; }
+
+int tap_chunks(const ConvTiling& t) { return t.by_chunks_down.value * t.by_chunks_across.value; }
+
 // Rows of the input that some of the stacked rows of the output read, from the first.
 std::set<int> tap_rows(const ConvTiling& t, int stack) {
   std::set<int> rows;
   for (int f = 0; f < stack; ++f)
-    for (int k = 0; k < t.kernel[0]; ++k) rows.insert(f + k * t.dilation[0]);
+    for (int k = 0; k < t.kernel_rows; ++k) rows.insert(f + k * t.dilation[0]);
   return rows;
 }
 
@@ -117,7 +135,7 @@ struct TileSize {
 
 // Units of one block of channels: the rows that a tile of some rows of shared memory reads.
 int plane_units(const ConvTiling& t, int rows, int pitch) {
-  const int last_tap = t.stack - 1 + (t.kernel[0] - 1) * t.dilation[0];
+  const int last_tap = t.stack - 1 + (t.kernel_rows - 1) * t.dilation[0];
   return t.stack * (rows + last_tap / t.stack) * pitch;
 }
 
@@ -137,10 +155,12 @@ TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multip
   return size;
 }
 
-// Tiles, and bands: a band of a pooled chain is a row of windows, or some.
-bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2]) {
+// Tiles, and bands: a band of a pooled chain is a row of windows, or some. few_windows: for what is carried
+// of windows to take little memory.
+bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2], bool few_windows) {
   constexpr double kWorthASplit = 1.1;  // whole rows are written as longer runs
-  const int least_across = ceil_div(t.out_size[1], columns);
+  const int64_t most_cols = few_windows ? std::min<int64_t>(columns, columns / 8 * pool[1]) : columns;
+  const int least_across = ceil_div(t.out_size[1], int(most_cols));
   const int cols_multiple = std::max(2, int(pool[1]));
   TileSize best{};
   for (int across = least_across; across <= least_across + 7; ++across) {
@@ -204,7 +224,7 @@ bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t
     if (t.blocks % blocks != 0 || blocks * plane_units > kMostChunkUnits) continue;
     if (blocks > 1 && t.in_channels % kUnitElements != 0) continue;  // the last block is not a whole one
     t.blocks_per_chunk = blocks;
-    t.chunks = t.blocks / blocks;
+    t.chunks = t.blocks / blocks * tap_chunks(t);
     t.half_steps = round_up(blocks * units_per_block, 2);
     t.weights_bytes = t.half_steps * kRows * kUnitBytes;
     t.pixels_bytes = blocks * t.plane * kUnitBytes;
@@ -213,7 +233,7 @@ bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t
     const int stage = parts * t.pixels_bytes + (t.weights_stay ? 0 : weights);
     const int left = card.shared_bytes - fixed - (t.weights_stay ? weights : 0);
     t.stages = std::min(kMostStages, left / stage);
-    const bool fits = left > 0 && t.stages >= (blocks == 1 ? 1 : kFewStages);
+    const bool fits = left > 0 && t.stages >= (blocks * tap_chunks(t) == 1 ? 1 : kFewStages);
     if (fits && t.half_steps / 2 <= kMostSteps && parts * t.pixels_bytes / kUnitBytes < 1 << 14) {
       t.shared_bytes = fixed + (t.weights_stay ? weights : 0) + t.stages * stage;
       return true;
@@ -228,7 +248,22 @@ std::string describe(const ConvPlan& plan) {
   return std::string("direct, ") + (plan.source == ConvSource::kSm90a ? "sm_90a" : "sm_80") + ", tiles of " +
          number(t.tile_rows) + " x " + number(t.tile_cols) + " pixels, " + number(t.stack) +
          " rows stacked, " + number(t.chunks) + " chunks of " + number(t.blocks_per_chunk * t.unit_channels) +
-         " channels, " + number(t.stages) + " stages, " + number(t.shared_bytes) + " bytes of shared memory";
+         " channels and " + number(t.kernel_rows) + " rows of taps, " + number(t.stages) + " stages, " +
+         number(t.shared_bytes) + " bytes of shared memory";
+}
+
+// The tiles that need the fewest cuts of the kernel.
+bool set_tiling(ConvTiling& t, int columns, int parts, bool pools, const int64_t pool[2], const Card& card) {
+  for (int cuts = 0; cuts <= most_cuts(t); ++cuts) {
+    set_chunk_taps(t, cuts);
+    set_stack(t);
+    for (bool few_windows : {false, pools}) {
+      if (!set_tiles(t, columns, pool, few_windows)) continue;
+      set_taps(t);
+      if (set_memory(t, columns, parts, pools, pool, card)) return true;
+    }
+  }
+  return false;
 }
 
 ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}}; }
@@ -246,10 +281,7 @@ ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   ConvTiling& t = plan.tiling;
   set_conv(t, problem);
   set_units(t, problem.input);
-  set_stack(t);
-  if (!set_tiles(t, columns, pool)) return two_steps("no tile of these sizes");
-  set_taps(t);
-  if (!set_memory(t, columns, parts_of(problem), pools, pool, card)) return two_steps("shared memory");
+  if (!set_tiling(t, columns, parts_of(problem), pools, pool, card)) return two_steps("shared memory");
   plan.reason = describe(plan);
   return plan;
 }
