@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <set>
 
 namespace fusedconv {
@@ -104,8 +105,6 @@ void set_chunk_taps(ConvTiling& t, int cuts) {
 
 int most_cuts(const ConvTiling& t) { return t.kernel[0] + groups_of_row(t) - 2; }
 
-int tap_chunks(const ConvTiling& t) { return t.by_chunks_down.value * t.by_chunks_across.value; }
-
 // Rows of the input that some of the stacked rows of the output read, from the first.
 std::set<int> tap_rows(const ConvTiling& t, int stack) {
   std::set<int> rows;
@@ -114,10 +113,10 @@ std::set<int> tap_rows(const ConvTiling& t, int stack) {
   return rows;
 }
 
-// The most output rows on a product's rows that lessen the work for one of them.
-void set_stack(ConvTiling& t) {
+// The most output rows on a product's rows, up to `most`, that lessen the work for one of them.
+void set_stack(ConvTiling& t, int most) {
   t.stack = 1;
-  for (int stack = 2; kRows / stack >= t.out_channels && stack <= kMostStack && stack <= t.out_size[0];
+  for (int stack = 2; kRows / stack >= t.out_channels && stack <= most && stack <= t.out_size[0];
        stack *= 2) {
     const auto rows = tap_rows(t, stack).size();
     if (rows <= kMostTapRows && rows * t.stack < tap_rows(t, t.stack).size() * stack) t.stack = stack;
@@ -224,7 +223,7 @@ bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t
     if (t.blocks % blocks != 0 || blocks * plane_units > kMostChunkUnits) continue;
     if (blocks > 1 && t.in_channels % kUnitElements != 0) continue;  // the last block is not a whole one
     t.blocks_per_chunk = blocks;
-    t.chunks = t.blocks / blocks * tap_chunks(t);
+    t.chunks = t.blocks / blocks * t.by_chunks_down.value * t.by_chunks_across.value;
     t.half_steps = round_up(blocks * units_per_block, 2);
     t.weights_bytes = t.half_steps * kRows * kUnitBytes;
     t.pixels_bytes = blocks * t.plane * kUnitBytes;
@@ -233,7 +232,7 @@ bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t
     const int stage = parts * t.pixels_bytes + (t.weights_stay ? 0 : weights);
     const int left = card.shared_bytes - fixed - (t.weights_stay ? weights : 0);
     t.stages = std::min(kMostStages, left / stage);
-    const bool fits = left > 0 && t.stages >= (blocks * tap_chunks(t) == 1 ? 1 : kFewStages);
+    const bool fits = left > 0 && t.stages >= (blocks == 1 ? 1 : kFewStages);
     if (fits && t.half_steps / 2 <= kMostSteps && parts * t.pixels_bytes / kUnitBytes < 1 << 14) {
       t.shared_bytes = fixed + (t.weights_stay ? weights : 0) + t.stages * stage;
       return true;
@@ -252,19 +251,54 @@ std::string describe(const ConvPlan& plan) {
          number(t.shared_bytes) + " bytes of shared memory";
 }
 
-// The tiles that need the fewest cuts of the kernel.
-bool set_tiling(ConvTiling& t, int columns, int parts, bool pools, const int64_t pool[2], const Card& card) {
-  for (int cuts = 0; cuts <= most_cuts(t); ++cuts) {
-    set_chunk_taps(t, cuts);
-    set_stack(t);
-    for (bool few_windows : {false, pools}) {
-      if (!set_tiles(t, columns, pool, few_windows)) continue;
-      set_taps(t);
-      if (set_memory(t, columns, parts, pools, pool, card)) return true;
-    }
-  }
-  return false;
+// What there is to choose where not everything fits.
+struct Choice {
+  int cuts, most_stack;
+  bool few_windows;
+};
+
+// How a sample's work compares with that of other choices: in units of pixels to load.
+double work(const ConvTiling& t, int parts) {
+  constexpr double kHalfStepUnits = 16;  // about what is loaded while one product of a half step is made
+  const double loads = t.blocks_per_chunk * t.plane_units;
+  const double products = t.half_steps * kHalfStepUnits * (parts == 2 ? 3 : 1);
+  const double of_chunk = t.stages < kFewStages ? loads + products : std::max(loads, products);
+  return of_chunk * t.chunks * t.bands * t.sub_tiles * t.tiles_across;
 }
+
+// A plan for one problem on one card, in the making.
+struct Planner {
+  int columns, parts;
+  bool pools;
+  const int64_t* pool;
+  const Card& card;
+
+  bool fits(ConvTiling& t, const Choice& choice) const {
+    set_chunk_taps(t, choice.cuts);
+    set_stack(t, choice.most_stack);
+    if (!set_tiles(t, columns, pool, choice.few_windows)) return false;
+    set_taps(t);
+    return set_memory(t, columns, parts, pools, pool, card);
+  }
+
+  // All of the kernel in each chunk and as many stacked rows as are of use; if that does not fit, what is the
+  // least work.
+  bool set_tiling(ConvTiling& t) const {
+    if (fits(t, {0, kMostStack, false})) return true;
+    double least = std::numeric_limits<double>::infinity();
+    ConvTiling tried = t;
+    for (int cuts = 0; cuts <= most_cuts(t); ++cuts) {
+      for (int most_stack = kMostStack; most_stack >= 1; most_stack /= 2) {
+        for (bool few_windows : {false, true}) {
+          if (!fits(tried, {cuts, most_stack, few_windows}) || work(tried, parts) >= least) continue;
+          t = tried;
+          least = work(t, parts);
+        }
+      }
+    }
+    return least < std::numeric_limits<double>::infinity();
+  }
+};
 
 ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}}; }
 
@@ -281,7 +315,8 @@ ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   ConvTiling& t = plan.tiling;
   set_conv(t, problem);
   set_units(t, problem.input);
-  if (!set_tiling(t, columns, parts_of(problem), pools, pool, card)) return two_steps("shared memory");
+  const Planner planner{columns, parts_of(problem), pools, pool, card};
+  if (!planner.set_tiling(t)) return two_steps("shared memory");
   plan.reason = describe(plan);
   return plan;
 }
