@@ -66,7 +66,7 @@ void set_conv(ConvTiling& t, const Problem& problem) {
     t.in_size[d] = int(problem.input.size[2 + d]);
     t.kernel[d] = int(conv.weight.size[2 + d]);
     t.padding[d] = int(conv.padding[d]);
-    t.dilation[d] = int(conv.dilation[d]);
+    t.dilation[d] = t.kernel[d] == 1 ? 1 : int(conv.dilation[d]);  // of a single tap it may be any number
     t.out_size[d] = t.in_size[d] + 2 * t.padding[d] - t.dilation[d] * (t.kernel[d] - 1);
   }
 }
