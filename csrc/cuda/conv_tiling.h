@@ -8,10 +8,9 @@
 //
 // - Where there are few input channels, a unit holds some taps of each: unit x has pixels x, x + dilation,
 // ... .
-// - Where the taps of a kernel do not all fit, or the pixels that they read, a chunk has some of them, as if
-// the
-//   kernel were a smaller one. All chunks have the same steps, each with the pixels and the weights of its
-//   own taps. Taps beyond the kernel's end have zeros for weights.
+// - Where the taps of a kernel do not all fit, or the pixels that they read, a chunk has some of them, as
+//   if the kernel were a smaller one. All chunks have the same steps, each with the pixels and the weights
+//   of its own taps. Taps beyond the kernel's end have zeros for weights.
 // - Where there are few output channels, rows of the product are `stack` rows of the output: row m is channel
 //   m % stack_channels of output row m / stack_channels. They share the rows of the input that both of them
 //   read. The rows in shared memory are sorted by their remainder modulo `stack`, so that a step of `stack`
