@@ -158,9 +158,10 @@ TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multip
 // of windows to take little memory.
 bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2], bool few_windows) {
   constexpr double kWorthASplit = 1.1;  // whole rows are written as longer runs
-  const int64_t most_cols = few_windows ? std::min<int64_t>(columns, columns / 8 * pool[1]) : columns;
-  const int least_across = ceil_div(t.out_size[1], int(most_cols));
-  const int cols_multiple = std::max(2, int(pool[1]));
+  const int width = int(pool[1]);
+  const int most_windows = std::max(1, columns / std::max(8, width));
+  const int least_across = ceil_div(t.out_size[1], few_windows ? most_windows * width : columns);
+  const int cols_multiple = std::max(2, width);
   TileSize best{};
   for (int across = least_across; across <= least_across + 7; ++across) {
     const TileSize size = tile_size(t, columns, across, across == 1 ? 1 : cols_multiple);
