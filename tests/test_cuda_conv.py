@@ -88,6 +88,25 @@ def test_large_maps(run: Runner, row: Row, mode: Mode, layout: torch.memory_form
     check(run, row, Case(1, (64, 256), (90, 131), groups=32, pool=(3, 3)), mode, layout)
 
 
+@layouts
+@modes
+@conv_rows
+def test_large_kernels_and_wide_dilations(
+    run: Runner, row: Row, mode: Mode, layout: torch.memory_format
+) -> None:
+    """They do not fit into shared memory at once: a stage has some of the taps, or a tile few windows."""
+    for case in (
+        Case(2, (40, 70), (31, 45), (7, 7), padding=(3, 3), groups=10, pool=(3, 3)),
+        Case(1, (3, 16), (40, 128), (7, 7), padding=(3, 3), groups=4, pool=(8, 5)),
+        Case(2, (16, 24), (40, 63), (7, 7), padding=(24, 25), dilation=(8, 8), groups=4, pool=(7, 2)),
+        Case(1, (64, 200), (9, 14), (7, 7), padding=(24, 25), dilation=(8, 8), groups=5, pool=(6, 7)),
+        Case(1, (9, 33), (5, 300), (3, 7), padding=(4, 0), dilation=(3, 40), pool=(7, 7)),
+        Case(1, (5, 8), (70, 40), (6, 5), padding=(30, 290), dilation=(20, 150), pool=(2, 3)),
+        Case(1, (8, 64), (21, 256), padding=(1, 1), groups=16, pool=(8, 2)),
+    ):
+        check(run, row, case, mode, layout)
+
+
 @conv_rows
 def test_row_8_a_group_of_4_million_elements(run: Runner, row: Row) -> None:
     check(run, row, Case(1, (2, 4), (1026, 1027), groups=1, pool=(8, 8)), IEEE, torch.contiguous_format)

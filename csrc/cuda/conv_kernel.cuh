@@ -332,8 +332,9 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
         if (last.stage < 0 || !t.weights_stay)
           copy_weights<Mode>(p, tile.row_block, chunk,
                              s.weights + (t.weights_stay ? 0 : ring.stage) * Mode::kParts * t.weights_bytes);
-        const Source from{sample, tile.row - t.padding[0], tile.col - t.padding[1] - t.lead,
-                          chunk * t.blocks_per_chunk};
+        const ChunkPlace part(t, chunk);
+        const Source from{sample, tile.row - t.padding[0] + part.kernel_row * t.dilation[0],
+                          tile.col - t.padding[1] - t.lead + part.kernel_col * t.dilation[1], part.block};
         copy_pixels<In>(p, from, place, stage_pixels(ring.stage));
         __pipeline_commit();
         if (last.stage >= 0) {

@@ -64,39 +64,48 @@ __device__ T sum_of_four(T x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Of a thread's two rows of accumulators, and the three other threads' that share them: the sums of term(k,
-// x) over the pixels x, the same in all four threads. Two sums side by side for each row, to wait less.
-template <int kColumns, class Term>
-__device__ void sum_rows(float (&sum)[2], PixelMask pixels, const float (&d)[kColumns / 2],
-                         const Term& term) {
-  float odd[2]{};
-  sum[0] = sum[1] = 0;
+// Calls visit(k, column, x) for the pixels of a thread's two rows of accumulators: k the row, column 0 or 1
+// in turns.
+template <int kColumns, class Visit>
+__device__ void for_each_pixel(PixelMask pixels, const float (&d)[kColumns / 2], const Visit& visit) {
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
-    const float* pair = d + 4 * j;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      if (pixels.first(j)) sum[k] += term(k, pair[2 * k]);
-      if (pixels.second(j)) odd[k] += term(k, pair[2 * k + 1]);
+      if (pixels.first(j)) visit(k, 0, d[4 * j + 2 * k]);
+      if (pixels.second(j)) visit(k, 1, d[4 * j + 2 * k + 1]);
     }
   }
-#pragma unroll
-  for (int k = 0; k < 2; ++k) sum[k] = sum_of_four(sum[k] + odd[k]);
 }
 
-// The moments of these rows: by two passes over the registers, so that a mean much larger than the deviation
-// costs no digits.
+// The moments of a thread's rows of accumulators, and the three other threads' that share them. By two passes
+// over the registers, so that a mean much larger than the deviation costs no digits. Two sums side by side
+// for each row, to wait less.
 template <int kColumns>
 __device__ void write_moments(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                               const float (&d)[kColumns / 2]) {
   const ConvTiling& t = p.tiling;
   const float count = float(sum_of_four(rows.pixels.count()));
+  const float share = count == 0 ? 0.0f : reciprocal(count);
+  float sum[2][2]{};
   float mean[2];
-  float m2[2];
-  sum_rows<kColumns>(mean, rows.pixels, d, [](int, float x) { return x; });
+  for_each_pixel<kColumns>(rows.pixels, d, [&](int k, int i, float x) { sum[k][i] += x; });
 #pragma unroll
-  for (int k = 0; k < 2; ++k) mean[k] = count == 0 ? 0.0f : mean[k] * reciprocal(count);
-  sum_rows<kColumns>(m2, rows.pixels, d, [&](int k, float x) { return (x - mean[k]) * (x - mean[k]); });
+  for (int k = 0; k < 2; ++k) mean[k] = sum_of_four(sum[k][0] + sum[k][1]) * share;
+  float rest[2]
+            [2]{};  // a sum's rounding is next to nothing beside the mean, but not beside a deviation that is
+  float squares[2][2]{};
+  for_each_pixel<kColumns>(rows.pixels, d, [&](int k, int i, float x) {
+    const float deviation = x - mean[k];
+    rest[k][i] += deviation;
+    squares[k][i] = fmaf(deviation, deviation, squares[k][i]);
+  });
+  float m2[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    m2[k] = sum_of_four(squares[k][0] + squares[k][1]);
+    mean[k] = fmaf(sum_of_four(rest[k][0] + rest[k][1]), share, mean[k]);
+  }
   const int parts = parts_per_channel(t);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -259,25 +268,23 @@ class StorePass : public PassBase {
                              : copy_runs<1>(from, pitch, to, stride, channels, length);
   }
 
-  // A warp has every kWarps-th channel.
+  // A warp has neighbouring channels; the loads of some do not wait for each other.
   template <int kVector, class Out>
   __device__ void copy_runs(const Out* from, int pitch, Out* to, int64_t stride, int channels, int length) {
-    constexpr int kWarps = kGroupThreads / kWarpThreads;
-    constexpr int kTogether = 4;  // channels whose loads do not wait for each other
-    for (int i = lane() * kVector; i < length; i += kWarpThreads * kVector) {
-#pragma unroll
-      for (int c0 = 0; c0 < kRows / kWarps; c0 += kTogether) {
+    constexpr int kWarpChannels = kRows / (kGroupThreads / kWarpThreads);
+    constexpr int kTogether = 4;
+    const int end = min(channels, (warp() + 1) * kWarpChannels);
+#pragma unroll 1
+    for (int c = warp() * kWarpChannels; c < end; c += kTogether) {
+#pragma unroll 1
+      for (int i = lane() * kVector; i < length; i += kWarpThreads * kVector) {
         Pack<Out, kVector> values[kTogether];
 #pragma unroll
-        for (int k = 0; k < kTogether; ++k) {
-          const int c = warp() + (c0 + k) * kWarps;
-          if (c < channels) values[k] = load_pack<kVector>(from + c * pitch + i);
-        }
+        for (int k = 0; k < kTogether; ++k)
+          if (c + k < end) values[k] = load_pack<kVector>(from + (c + k) * pitch + i);
 #pragma unroll
-        for (int k = 0; k < kTogether; ++k) {
-          const int c = warp() + (c0 + k) * kWarps;
-          if (c < channels) store_pack(to + c * stride + i, values[k]);
-        }
+        for (int k = 0; k < kTogether; ++k)
+          if (c + k < end) store_pack(to + (c + k) * stride + i, values[k]);
       }
     }
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <numeric>
 #include <set>
 
@@ -69,7 +70,7 @@ void set_conv(ConvTiling& t, const Problem& problem) {
     t.in_size[d] = int(problem.input.size[2 + d]);
     t.kernel[d] = int(conv.weight.size[2 + d]);
     t.padding[d] = int(conv.padding[d]);
-    t.dilation[d] = int(conv.dilation[d]);
+    t.dilation[d] = t.kernel[d] == 1 ? 1 : int(conv.dilation[d]);  // of a single tap it may be any number
     t.out_size[d] = t.in_size[d] + 2 * t.padding[d] - t.dilation[d] * (t.kernel[d] - 1);
   }
 }
@@ -90,31 +91,52 @@ bool reads_rows(const ConvTiling& t, const Tensor& input) {
   return aligned;
 }
 
+// Groups of taps along a row of the kernel.
+int groups_of_row(const ConvTiling& t) { return ceil_div(t.kernel[1], t.unit_taps); }
+
 void set_units(ConvTiling& t, const Tensor& input) {
   t.unit_channels = 1;
   while (t.unit_channels < kUnitElements && t.unit_channels < t.in_channels) t.unit_channels *= 2;
   t.unit_taps = kUnitElements / t.unit_channels;
-  t.tap_groups = ceil_div(t.kernel[1], t.unit_taps);
   t.blocks = ceil_div(t.in_channels, t.unit_channels);
   t.row_blocks = ceil_div(t.out_channels, kRows);
   t.by_row_blocks = divisor(t.row_blocks);
   t.reads_vectors = reads_vectors(t, input);
-  t.reads_rows = reads_rows(t, input);
+}
+
+// What a chunk has of the kernel, from all of it to one group of taps: fewer rows, then fewer groups of a
+// row, the more cuts.
+void set_chunk_taps(ConvTiling& t, int cuts) {
+  const int groups = groups_of_row(t);
+  const int down = std::min(cuts, t.kernel[0] - 1) + 1;
+  const int across = cuts + 2 - down;
+  t.kernel_rows = ceil_div(t.kernel[0], down);
+  t.tap_groups = ceil_div(groups, across);
+  t.by_chunks_down = divisor(ceil_div(t.kernel[0], t.kernel_rows));
+  t.by_chunks_across = divisor(ceil_div(groups, t.tap_groups));
+}
+
+// Rows are read by vectors if their tiles' first columns are multiples of a vector in all chunks.
+void set_lead(ConvTiling& t, bool reads_rows) {
+  const bool shifts = t.by_chunks_across.value > 1;
+  t.reads_rows = reads_rows && (!shifts || t.tap_groups * t.unit_taps * t.dilation[1] % kRowVector == 0);
   t.lead = t.reads_rows ? (kRowVector - t.padding[1] % kRowVector) % kRowVector : 0;
 }
+
+int most_cuts(const ConvTiling& t) { return t.kernel[0] + groups_of_row(t) - 2; }
 
 // Rows of the input that some of the stacked rows of the output read, from the first.
 std::set<int> tap_rows(const ConvTiling& t, int stack) {
   std::set<int> rows;
   for (int f = 0; f < stack; ++f)
-    for (int k = 0; k < t.kernel[0]; ++k) rows.insert(f + k * t.dilation[0]);
+    for (int k = 0; k < t.kernel_rows; ++k) rows.insert(f + k * t.dilation[0]);
   return rows;
 }
 
-// The most output rows on a product's rows that lessen the work for one of them.
-void set_stack(ConvTiling& t) {
+// The most output rows on a product's rows, up to `most`, that lessen the work for one of them.
+void set_stack(ConvTiling& t, int most) {
   t.stack = 1;
-  for (int stack = 2; kRows / stack >= t.out_channels && stack <= kMostStack && stack <= t.out_size[0];
+  for (int stack = 2; kRows / stack >= t.out_channels && stack <= most && stack <= t.out_size[0];
        stack *= 2) {
     const auto rows = tap_rows(t, stack).size();
     if (rows <= kMostTapRows && rows * t.stack < tap_rows(t, t.stack).size() * stack) t.stack = stack;
@@ -132,7 +154,7 @@ struct TileSize {
 
 // Units of one block of channels: the rows that a tile of some rows of shared memory reads.
 int plane_units(const ConvTiling& t, int rows, int pitch) {
-  const int last_tap = t.stack - 1 + (t.kernel[0] - 1) * t.dilation[0];
+  const int last_tap = t.stack - 1 + (t.kernel_rows - 1) * t.dilation[0];
   return t.stack * (rows + last_tap / t.stack) * pitch;
 }
 
@@ -152,11 +174,14 @@ TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multip
   return size;
 }
 
-// Tiles, and bands: a band of a pooled chain is a row of windows, or some.
-bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2]) {
+// Tiles, and bands: a band of a pooled chain is a row of windows, or some. few_windows: for what is carried
+// of windows to take little memory.
+bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2], bool few_windows) {
   constexpr double kWorthASplit = 1.1;  // whole rows are written as longer runs
-  const int least_across = ceil_div(t.out_size[1], columns);
-  const int cols_multiple = std::lcm(t.reads_rows ? kRowVector : 2, int(pool[1]));
+  const int width = int(pool[1]);
+  const int most_windows = std::max(1, columns / std::max(8, width));
+  const int least_across = ceil_div(t.out_size[1], few_windows ? most_windows * width : columns);
+  const int cols_multiple = std::lcm(t.reads_rows ? kRowVector : 2, width);
   TileSize best{};
   for (int across = least_across; across <= least_across + 7; ++across) {
     const TileSize size = tile_size(t, columns, across, across == 1 ? 1 : cols_multiple);
@@ -221,7 +246,7 @@ bool set_memory(ConvTiling& t, int columns, int parts, int stage_parts, bool poo
     if (t.blocks % blocks != 0 || blocks * plane_units > kMostChunkUnits) continue;
     if (blocks > 1 && t.in_channels % kUnitElements != 0) continue;  // the last block is not a whole one
     t.blocks_per_chunk = blocks;
-    t.chunks = t.blocks / blocks;
+    t.chunks = t.blocks / blocks * t.by_chunks_down.value * t.by_chunks_across.value;
     t.half_steps = round_up(blocks * units_per_block, 2);
     t.weights_bytes = t.half_steps * kRows * kUnitBytes;
     t.pixels_bytes = blocks * t.plane * kUnitBytes;
@@ -245,8 +270,58 @@ std::string describe(const ConvPlan& plan) {
   return std::string("direct, ") + (plan.source == ConvSource::kSm90a ? "sm_90a" : "sm_80") + ", tiles of " +
          number(t.tile_rows) + " x " + number(t.tile_cols) + " pixels, " + number(t.stack) +
          " rows stacked, " + number(t.chunks) + " chunks of " + number(t.blocks_per_chunk * t.unit_channels) +
-         " channels, " + number(t.stages) + " stages, " + number(t.shared_bytes) + " bytes of shared memory";
+         " channels and " + number(t.kernel_rows) + " rows of taps, " + number(t.stages) + " stages, " +
+         number(t.shared_bytes) + " bytes of shared memory";
 }
+
+// What there is to choose where not everything fits.
+struct Choice {
+  int cuts, most_stack;
+  bool few_windows;
+};
+
+// How a sample's work compares with that of other choices: in units of pixels to load.
+double work(const ConvTiling& t, int parts) {
+  constexpr double kHalfStepUnits = 16;  // about what is loaded while one product of a half step is made
+  const double loads = t.blocks_per_chunk * t.plane_units;
+  const double products = t.half_steps * kHalfStepUnits * (parts == 2 ? 3 : 1);
+  return std::max(loads, products) * t.chunks * t.bands * t.sub_tiles * t.tiles_across;
+}
+
+// A plan for one problem on one card, in the making.
+struct Planner {
+  int columns, parts, stage_parts;
+  bool reads_rows, pools;
+  const int64_t* pool;
+  const Card& card;
+
+  bool fits(ConvTiling& t, const Choice& choice) const {
+    set_chunk_taps(t, choice.cuts);
+    set_lead(t, reads_rows);
+    set_stack(t, choice.most_stack);
+    if (!set_tiles(t, columns, pool, choice.few_windows)) return false;
+    set_taps(t);
+    return set_memory(t, columns, parts, stage_parts, pools, pool, card);
+  }
+
+  // All of the kernel in each chunk and as many stacked rows as are of use; if that does not fit, what is the
+  // least work.
+  bool set_tiling(ConvTiling& t) const {
+    if (fits(t, {0, kMostStack, false})) return true;
+    double least = std::numeric_limits<double>::infinity();
+    ConvTiling tried = t;
+    for (int cuts = 0; cuts <= most_cuts(t); ++cuts) {
+      for (int most_stack = kMostStack; most_stack >= 1; most_stack /= 2) {
+        for (bool few_windows : {false, true}) {
+          if (!fits(tried, {cuts, most_stack, few_windows}) || work(tried, parts) >= least) continue;
+          t = tried;
+          least = work(t, parts);
+        }
+      }
+    }
+    return least < std::numeric_limits<double>::infinity();
+  }
+};
 
 ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}}; }
 
@@ -263,11 +338,9 @@ ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   ConvTiling& t = plan.tiling;
   set_conv(t, problem);
   set_units(t, problem.input);
-  set_stack(t);
-  if (!set_tiles(t, columns, pool)) return two_steps("no tile of these sizes");
-  set_taps(t);
-  if (!set_memory(t, columns, parts_of(problem), stage_parts_of(problem), pools, pool, card))
-    return two_steps("shared memory");
+  const Planner planner{
+      columns, parts_of(problem), stage_parts_of(problem), reads_rows(t, problem.input), pools, pool, card};
+  if (!planner.set_tiling(t)) return two_steps("shared memory");
   plan.reason = describe(plan);
   return plan;
 }

@@ -30,6 +30,19 @@ struct ConvProblem {
   float* pooled;       // [N][C][pooled height][pooled width]
 };
 
+// Of a chunk: its first block of channels, and its first tap.
+struct ChunkPlace {
+  int block, kernel_row, kernel_col;
+
+  __device__ ChunkPlace(const ConvTiling& t, int chunk) {
+    const int of_rows = t.by_chunks_across.divide(chunk);
+    const int of_channels = t.by_chunks_down.divide(of_rows);
+    block = of_channels * t.blocks_per_chunk;
+    kernel_row = (of_rows - of_channels * t.by_chunks_down.value) * t.kernel_rows;
+    kernel_col = (chunk - of_rows * t.by_chunks_across.value) * t.tap_groups * t.unit_taps;
+  }
+};
+
 // Two groups of eight warps multiply and finish tiles, in turns; four warps fill the stages. Of a tile's
 // columns the first four warps of a group have the first half.
 constexpr int kHalfThreads = 128;

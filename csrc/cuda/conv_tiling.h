@@ -8,6 +8,9 @@
 //
 // - Where there are few input channels, a unit holds some taps of each: unit x has pixels x, x + dilation,
 // ... .
+// - Where the taps of a kernel do not all fit, or the pixels that they read, a chunk has some of them, as
+//   if the kernel were a smaller one. All chunks have the same steps, each with the pixels and the weights
+//   of its own taps. Taps beyond the kernel's end have zeros for weights.
 // - Where there are few output channels, rows of the product are `stack` rows of the output: row m is channel
 //   m % stack_channels of output row m / stack_channels. They share the rows of the input that both of them
 //   read. The rows in shared memory are sorted by their remainder modulo `stack`, so that a step of `stack`
@@ -70,16 +73,18 @@ struct ConvTiling {
   bool reads_vectors;  // a unit's values are whole vectors of the input
   bool reads_rows;     // four pixels of a row are a vector of the input
   int lead;            // units before a tile's first pixel, for vectors to be aligned
-  int tap_groups;      // along a row of the kernel
+  int kernel_rows;     // whose taps a chunk has
+  int tap_groups;      // along a row of the kernel, in a chunk
   int tap_rows;
-  int tap_row[kMostTapRows];     // the input row of each row of taps, from the tile's first
-  int stack, stack_channels;     // powers of two
-  int stack_shift;               // of stack_channels
-  int phase_rows;                // rows in shared memory for each remainder modulo stack
-  int blocks;                    // of 8 input channels
-  int blocks_per_chunk, chunks;  // a chunk is what one stage of the pipeline holds
-  int half_steps;                // of one chunk: units along the sum; even
-  int row_blocks;                // of 64 output channels
+  int tap_row[kMostTapRows];                 // the input row of each row of taps, from the tile's first
+  int stack, stack_channels;                 // powers of two
+  int stack_shift;                           // of stack_channels
+  int phase_rows;                            // rows in shared memory for each remainder modulo stack
+  int blocks;                                // of 8 input channels
+  int blocks_per_chunk, chunks;              // a chunk is what one stage of the pipeline holds
+  Divisor by_chunks_down, by_chunks_across;  // of the kernel, for the same channels
+  int half_steps;                            // of one chunk: units along the sum; even
+  int row_blocks;                            // of 64 output channels
 
   // Tiles. A band is what one item of work covers, in sub-tiles one after the other.
   int pitch;

@@ -15,15 +15,18 @@ __device__ float weight_at(const ConvProblem& p, int row_block, int m, int chunk
                            int element) {
   const ConvTiling& t = p.tiling;
   const int units_per_block = t.tap_rows * t.tap_groups;
-  const int block = chunk * t.blocks_per_chunk + half_step / units_per_block;
+  const ChunkPlace first(t, chunk);
+  const int block = first.block + half_step / units_per_block;
   const int in_channel = block * t.unit_channels + element % t.unit_channels;
   const int row = t.tap_row[half_step % units_per_block / t.tap_groups] - m / t.stack_channels;
-  const int kernel_row = row / t.dilation[0];
-  const int kernel_col = half_step % t.tap_groups * t.unit_taps + element / t.unit_channels;
+  const int row_of_chunk = row / t.dilation[0];
+  const int kernel_row = first.kernel_row + row_of_chunk;
+  const int kernel_col =
+      first.kernel_col + half_step % t.tap_groups * t.unit_taps + element / t.unit_channels;
   const int out_channel = row_block * kRows + m % t.stack_channels;
   const bool exists = out_channel < t.out_channels && half_step / units_per_block < t.blocks_per_chunk &&
                       in_channel < t.in_channels && row >= 0 && row % t.dilation[0] == 0 &&
-                      kernel_row < t.kernel[0] && kernel_col < t.kernel[1];
+                      row_of_chunk < t.kernel_rows && kernel_row < t.kernel[0] && kernel_col < t.kernel[1];
   if (!exists) return 0;
   const int64_t* stride = p.weight.stride;
   return float(
