@@ -136,15 +136,18 @@ __device__ void copy_quad(const ConvProblem& p, const Source& from, const QuadPl
 // A quad that was copied.
 template <class In>
 __device__ void read_quad(const ConvTiling& t, uint8_t* stage, const QuadPlace& place, Quad<In>& quad) {
+  const auto for_each_value = [&](const auto& visit) {
 #pragma unroll
-  for (int i = 0; i < kQuadPieces; ++i) {
-    const PixelPiece<In> piece = *piece_of<In>(t, stage, place, i);
+    for (int i = 0; i < kQuadPieces; ++i) {
+      const PixelPiece<In> piece = *piece_of<In>(t, stage, place, i);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      In& of_channel = quad.unit[k].value[i];
-      In& of_pixel = quad.unit[i / 2].value[i % 2 * 4 + k];
-      (t.reads_vectors ? of_pixel : of_channel) = piece.element[k];
+      for (int k = 0; k < 4; ++k) visit(i, k, piece.element[k]);
     }
+  };
+  if (t.reads_vectors) {
+    for_each_value([&](int i, int k, In x) { quad.unit[i / 2].value[i % 2 * 4 + k] = x; });
+  } else {
+    for_each_value([&](int i, int k, In x) { quad.unit[k].value[i] = x; });
   }
 }
 

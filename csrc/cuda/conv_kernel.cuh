@@ -294,11 +294,32 @@ struct Ring {
   }
 };
 
-// A stage whose copies are on their way.
-struct StartedStage {
-  int stage = -1;
-  int chunk;
-  int turn;
+// The stages of a block in the order in which they are filled and used: see for_each_tile.
+template <bool kAllRowBlocks>
+struct StageCursor {
+  int item;
+  int row_block = 0, sub_tile = 0, chunk = 0;
+  int turn = 0;  // the group that uses it
+  Ring ring;
+
+  __device__ explicit StageCursor(const ConvTiling& t) : item(blockIdx.x), ring(t.stages) {}
+
+  __device__ Tile tile(const ConvTiling& t) const {
+    const Item of_tile = item_at<kAllRowBlocks>(t, item);
+    return tile_at(t, of_tile, kAllRowBlocks ? row_block : of_tile.row_block, sub_tile);
+  }
+
+  __device__ void next(const ConvTiling& t) {
+    ring.next();
+    if (++chunk < t.chunks) return;
+    chunk = 0;
+    if (++sub_tile < t.sub_tiles) return;
+    sub_tile = 0;
+    if (kAllRowBlocks && ++row_block < t.row_blocks) return;
+    row_block = 0;
+    item += gridDim.x;
+    turn ^= 1;
+  }
 };
 
 template <class Mode, class Pass>
@@ -308,45 +329,50 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
   constexpr int kBarrier = kConsumers + 1;
   QuadPlace place[kThreadQuads];
   set_places<In>(p, place);
-  StartedStage last;
-  int exponent;
+  StageCursor<Pass::kAllRowBlocks> cursor(t);
   const auto stage_pixels = [&](int stage) { return s.pixels + stage * kStageParts<Mode> * t.pixels_bytes; };
-  const auto finish = [&] {
-    if (last.chunk == 0) exponent = kMostExponent;
-    const int found =
-        lay_out_pixels<Mode>(p, place, stage_pixels(last.stage), exponent, kBarrier, s.head->magnitude);
-    if (found != kNonFinite) exponent = found;
-    if (filler() == 0) s.head->exponent[last.stage] = found;
-    fence_async_proxy();
-    sync_threads(kBarrier, kFillThreads);  // also: all have read head->magnitude
-    if (filler() == 0) arrive(&s.head->full[last.turn][last.stage]);
+
+  const auto start = [&] {
+    const int stage = cursor.ring.stage;
+    const Tile tile = cursor.tile(t);
+    wait(&s.head->empty[stage], (cursor.ring.round & 1) ^ 1);
+    if (!t.weights_stay || cursor.item == blockIdx.x)
+      copy_weights<Mode>(p, tile.row_block, cursor.chunk,
+                         s.weights + (t.weights_stay ? 0 : stage) * Mode::kParts * t.weights_bytes);
+    const ChunkPlace part(t, cursor.chunk);
+    const Source from{static_cast<const In*>(p.input.data) + tile.sample * p.input.stride[0],
+                      tile.row - t.padding[0] + part.kernel_row * t.dilation[0],
+                      tile.col - t.padding[1] - t.lead + part.kernel_col * t.dilation[1], part.block};
+    copy_pixels<In>(p, from, place, stage_pixels(stage));
   };
 
-  Ring ring(t.stages);
-  int turn = 0;
-  for (int index = blockIdx.x; index < items; index += gridDim.x, turn ^= 1) {
-    for_each_tile<Pass::kAllRowBlocks>(t, item_at<Pass::kAllRowBlocks>(t, index), [&](const Tile& tile) {
-      const void* sample = static_cast<const In*>(p.input.data) + tile.sample * p.input.stride[0];
-      for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next()) {
-        wait(&s.head->empty[ring.stage], (ring.round & 1) ^ 1);
-        if (last.stage < 0 || !t.weights_stay)
-          copy_weights<Mode>(p, tile.row_block, chunk,
-                             s.weights + (t.weights_stay ? 0 : ring.stage) * Mode::kParts * t.weights_bytes);
-        const ChunkPlace part(t, chunk);
-        const Source from{sample, tile.row - t.padding[0] + part.kernel_row * t.dilation[0],
-                          tile.col - t.padding[1] - t.lead + part.kernel_col * t.dilation[1], part.block};
-        copy_pixels<In>(p, from, place, stage_pixels(ring.stage));
-        __pipeline_commit();
-        if (last.stage >= 0) {
-          __pipeline_wait_prior(1);  // all copies but those of the newest stage have arrived
-          finish();
-        }
-        last = {ring.stage, chunk, turn};
-      }
-    });
+  int exponent;
+  const auto finish = [&](int stage, int chunk, int turn) {
+    if (chunk == 0) exponent = kMostExponent;
+    const int found =
+        lay_out_pixels<Mode>(p, place, stage_pixels(stage), exponent, kBarrier, s.head->magnitude);
+    if (found != kNonFinite) exponent = found;
+    if (filler() == 0) s.head->exponent[stage] = found;
+    fence_async_proxy();
+    sync_threads(kBarrier, kFillThreads);  // also: all have read head->magnitude
+    if (filler() == 0) arrive(&s.head->full[turn][stage]);
+  };
+
+  int stage, chunk, turn;  // of the one that was started last
+  for (bool is_first = true;; is_first = false) {
+    const bool goes_on = cursor.item < items;
+    if (goes_on) start();
+    __pipeline_commit();
+    if (!is_first) {
+      __pipeline_wait_prior(1);  // all copies but the newest have arrived
+      finish(stage, chunk, turn);
+    }
+    if (!goes_on) return;
+    stage = cursor.ring.stage;
+    chunk = cursor.chunk;
+    turn = cursor.turn;
+    cursor.next(t);
   }
-  __pipeline_wait_prior(0);
-  if (last.stage >= 0) finish();
 }
 
 // The tensor cores cut sums off, which adds up: after so many steps their sums are added up outside, rounded.

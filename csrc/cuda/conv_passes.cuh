@@ -268,24 +268,19 @@ class StorePass : public PassBase {
                              : copy_runs<1>(from, pitch, to, stride, channels, length);
   }
 
-  // A warp has neighbouring channels; the loads of some do not wait for each other.
+  // A warp has neighbouring channels.
   template <int kVector, class Out>
   __device__ void copy_runs(const Out* from, int pitch, Out* to, int64_t stride, int channels, int length) {
     constexpr int kWarpChannels = kRows / (kGroupThreads / kWarpThreads);
-    constexpr int kTogether = 4;
     const int end = min(channels, (warp() + 1) * kWarpChannels);
+    const int vectors = length / kVector;
+    from += warp() * kWarpChannels * pitch;
+    to += warp() * kWarpChannels * stride;
 #pragma unroll 1
-    for (int c = warp() * kWarpChannels; c < end; c += kTogether) {
-#pragma unroll 1
-      for (int i = lane() * kVector; i < length; i += kWarpThreads * kVector) {
-        Pack<Out, kVector> values[kTogether];
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k)
-          if (c + k < end) values[k] = load_pack<kVector>(from + (c + k) * pitch + i);
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k)
-          if (c + k < end) store_pack(to + (c + k) * stride + i, values[k]);
-      }
+    for (int c = warp() * kWarpChannels; c < end; ++c, from += pitch, to += stride) {
+#pragma unroll 2
+      for (int i = lane(); i < vectors; i += kWarpThreads)
+        store_pack(to + i * kVector, load_pack<kVector>(from + i * kVector));
     }
   }
 
