@@ -83,12 +83,23 @@ __device__ inline int half_of_thread() { return threadIdx.x / kHalfThreads % 2; 
 // Which of a thread's columns are pixels of the map: of the two columns 8 j + 2 (lane % 4) and the next, bit
 // j tells of the first and bit 16 + j of the second. As bits, for what was found out once to fit in a
 // register.
-struct PixelMask {
+template <int kRotation>
+struct RotatedMask {
   uint32_t bits = 0;
 
-  __device__ bool first(int j) const { return bits >> j & 1; }
-  __device__ bool second(int j) const { return bits >> (16 + j) & 1; }
+  __device__ bool first(int j) const { return bits >> (j + kRotation) % 32 & 1; }
+  __device__ bool second(int j) const { return bits >> (16 + j + kRotation) % 32 & 1; }
+};
+
+struct PixelMask : RotatedMask<0> {
   __device__ int count() const { return __popc(bits); }
+  // The same to ask again: the compiler would keep each bit of one mask in between, at twice the
+  // instructions. In assembly, for it not to see that they are the same.
+  __device__ RotatedMask<1> rotated() const {
+    RotatedMask<1> mask;
+    asm("shf.l.wrap.b32 %0, %1, %1, 1;" : "=r"(mask.bits) : "r"(bits));
+    return mask;
+  }
 };
 
 template <int kColumns>

@@ -66,8 +66,8 @@ __device__ T sum_of_four(T x) {
 
 // Calls visit(k, column, x) for the pixels of a thread's two rows of accumulators: k the row, column 0 or 1
 // in turns.
-template <int kColumns, class Visit>
-__device__ void for_each_pixel(PixelMask pixels, const float (&d)[kColumns / 2], const Visit& visit) {
+template <int kColumns, class Mask, class Visit>
+__device__ void for_each_pixel(Mask pixels, const float (&d)[kColumns / 2], const Visit& visit) {
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
@@ -92,10 +92,10 @@ __device__ void write_moments(const ConvProblem& p, const Tile& tile, const Thre
   for_each_pixel<kColumns>(rows.pixels, d, [&](int k, int i, float x) { sum[k][i] += x; });
 #pragma unroll
   for (int k = 0; k < 2; ++k) mean[k] = sum_of_four(sum[k][0] + sum[k][1]) * share;
-  float rest[2]
-            [2]{};  // a sum's rounding is next to nothing beside the mean, but not beside a deviation that is
+  // A sum's rounding is next to nothing beside the mean, but not beside a deviation that is.
+  float rest[2][2]{};
   float squares[2][2]{};
-  for_each_pixel<kColumns>(rows.pixels, d, [&](int k, int i, float x) {
+  for_each_pixel<kColumns>(rows.pixels.rotated(), d, [&](int k, int i, float x) {
     const float deviation = x - mean[k];
     rest[k][i] += deviation;
     squares[k][i] = fmaf(deviation, deviation, squares[k][i]);
@@ -258,29 +258,35 @@ class StorePass : public PassBase {
     *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(x, y);
   }
 
-  // A run of each channel, from shared memory to the output.
+  // A run of each channel, from shared memory to the output: by the widest vectors that all runs are made of.
   template <class Out>
   __device__ void write_runs(const Out* from, int pitch, Out* to, int64_t stride, int channels, int length) {
-    constexpr int kVector = kVectorBytes / int(sizeof(Out));
-    const uintptr_t bits = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) |
-                           uintptr_t(stride * sizeof(Out)) | uintptr_t(length * sizeof(Out));
-    bits % kVectorBytes == 0 ? copy_runs<kVector>(from, pitch, to, stride, channels, length)
-                             : copy_runs<1>(from, pitch, to, stride, channels, length);
+    const uintptr_t bytes = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) |
+                            uintptr_t(stride * sizeof(Out)) | uintptr_t(length * sizeof(Out));
+    if (bytes % 16 == 0) {
+      copy_runs<16 / sizeof(Out)>(from, pitch, to, stride, channels, length);
+    } else if (bytes % 8 == 0) {
+      copy_runs<8 / sizeof(Out)>(from, pitch, to, stride, channels, length);
+    } else {
+      copy_runs<1>(from, pitch, to, stride, channels, length);
+    }
   }
 
-  // A warp has neighbouring channels.
+  // Two warps have every kTeams-th channel: one vector each of most runs.
   template <int kVector, class Out>
   __device__ void copy_runs(const Out* from, int pitch, Out* to, int64_t stride, int channels, int length) {
-    constexpr int kWarpChannels = kRows / (kGroupThreads / kWarpThreads);
-    const int end = min(channels, (warp() + 1) * kWarpChannels);
-    const int vectors = length / kVector;
-    from += warp() * kWarpChannels * pitch;
-    to += warp() * kWarpChannels * stride;
+    constexpr int kTeamThreads = 2 * kWarpThreads;
+    constexpr int kTeams = kGroupThreads / kTeamThreads;
+    const int team = thread() / kTeamThreads;
+    from += team * pitch;
+    to += team * stride;
 #pragma unroll 1
-    for (int c = warp() * kWarpChannels; c < end; ++c, from += pitch, to += stride) {
-#pragma unroll 2
-      for (int i = lane(); i < vectors; i += kWarpThreads)
-        store_pack(to + i * kVector, load_pack<kVector>(from + i * kVector));
+    for (int i = thread() % kTeamThreads * kVector; i < length; i += kTeamThreads * kVector) {
+      const Out* run = from + i;
+      Out* out = to + i;
+#pragma unroll 4
+      for (int c = team; c < channels; c += kTeams, run += kTeams * pitch, out += kTeams * stride)
+        store_pack(out, load_pack<kVector>(run));
     }
   }
 

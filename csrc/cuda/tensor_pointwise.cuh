@@ -9,6 +9,11 @@ inline namespace FUSEDCONV_TARGET {
 constexpr int kPointwiseThreads = 256;
 constexpr int kPointwiseValues = 4;  // of a thread
 
+// Divides numbers that are not negative; most fit in 32 bits, where that takes a fraction of the time.
+__device__ inline int64_t divide(int64_t n, int64_t by) {
+  return (n | by) >> 32 == 0 ? int64_t(uint32_t(n) / uint32_t(by)) : n / by;
+}
+
 // Places of a plane's pixels.
 struct Plane {
   int64_t cols;
@@ -20,7 +25,8 @@ struct Plane {
 
   __device__ int64_t offset(int64_t pixel) const {
     if (row_stride == cols * col_stride) return pixel * col_stride;  // spares a division
-    return pixel / cols * row_stride + pixel % cols * col_stride;
+    const int64_t row = divide(pixel, cols);
+    return row * row_stride + (pixel - row * cols) * col_stride;
   }
 };
 
@@ -49,18 +55,19 @@ __global__ void __launch_bounds__(kPointwiseThreads)
                      const Norm<T>* norms, const __grid_constant__ Arguments arguments,
                      int64_t blocks_per_plane) {
   static_assert(!Chain::Post::kReadsConv, "the conv's output is not here");
-  const int64_t plane = block_index() / blocks_per_plane;
+  const int64_t plane = divide(block_index(), blocks_per_plane);
   const int64_t channels = x.size[1];
   if (plane >= x.size[0] * channels) return;
-  const int64_t sample = plane / channels;
-  const int64_t c = plane % channels;
+  const int64_t sample = divide(plane, channels);
+  const int64_t c = plane - sample * channels;
   Channel<T> channel = make_channel<T>(arguments, c);
   if (norms != nullptr) set_norm(channel, norms[plane]);
 
   const int64_t pixels = x.size[2] * x.size[3];
   const T* from = static_cast<const T*>(x.data) + sample * x.stride[0] + c * x.stride[1];
   const int64_t to = sample * output.stride[0] + c * output.stride[1];
-  const int64_t first = block_index() % blocks_per_plane * kPointwiseThreads * kPointwiseValues + threadIdx.x;
+  const int64_t first =
+      (block_index() - plane * blocks_per_plane) * kPointwiseThreads * kPointwiseValues + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < kPointwiseValues; ++i) {
     const int64_t p = first + i * kPointwiseThreads;
