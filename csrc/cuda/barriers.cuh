@@ -48,6 +48,17 @@ __device__ inline void sync_threads(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// The same; tells whether some thread's flag is set.
+__device__ inline bool any_of_threads(int name, int threads, bool flag) {
+  int any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.b32 p, %3, 0; barrier.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q; }"
+      : "=r"(any)
+      : "r"(name), "r"(threads), "r"(int(flag))
+      : "memory");
+  return any != 0;
+}
+
 // What this thread wrote to shared memory may be read by the tensor cores or the copy engine after the next
 // barrier.
 __device__ inline void fence_async_proxy() {

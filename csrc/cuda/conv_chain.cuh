@@ -95,6 +95,8 @@ struct ConvChain {
                   nullptr,
                   nullptr,
                   nullptr,
+                  nullptr,
+                  nullptr,
                   nullptr};
     const bool aligned = reinterpret_cast<uintptr_t>(problem.input.data) % kVectorBytes == 0;
     p.tiling.reads_vectors &= aligned;
@@ -105,6 +107,8 @@ struct ConvChain {
     p.packed = workspace.take<uint4>(packed_bytes / kUnitBytes);
     p.exponents = workspace.take<int>(t.row_blocks * kRows);
     p.row_bias = workspace.take<float>(t.row_blocks * kRows);
+    p.shares = workspace.take<int>(int64_t(t.row_blocks) * kRows * t.in_channels);
+    p.is_wide = workspace.take<int>(t.row_blocks * kRows);
     if (Chain::kNeedsStatistics) {
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
       p.norms = workspace.take<Norm<float>>(channels);

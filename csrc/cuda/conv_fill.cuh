@@ -220,6 +220,42 @@ __device__ void store_unit(const Unit<In>& unit, float, uint8_t* to, int) {
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&unit);
 }
 
+// By all threads that fill: whether the largest products of some row are much smaller than the largest pixel
+// times the largest weight, so that the tile's one scale would cost their pixels digits. That takes weights
+// of very different size between channels, which is rare, and pixels to match. shares: of a block of rows.
+template <class In>
+__device__ bool loses_digits(const ConvProblem& p, const int* shares, const Quad<In> (&quad)[kThreadQuads],
+                             const QuadPlace (&place)[kThreadQuads], int first_channel, int exponent,
+                             int barrier, unsigned* of_channel) {
+  const ConvTiling& t = p.tiling;
+  const int channels = min(t.blocks_per_chunk * t.unit_channels, t.in_channels - first_channel);
+  for (int c = filler(); c < channels; c += kFillThreads) of_channel[c] = 0;
+  sync_threads(barrier, kFillThreads);
+#pragma unroll
+  for (int k = 0; k < kThreadQuads; ++k) {
+    if (!place[k].exists) continue;
+    const int block = place[k].pixels / (t.plane * kUnitBytes);
+#pragma unroll
+    for (int i = 0; i < kUnitElements; ++i) {
+      const int c = block * t.unit_channels + (i & (t.unit_channels - 1));
+      float largest = 0;
+      for (const Unit<In>& unit : quad[k].unit) largest = fmaxf(largest, fabsf(float(unit.value[i])));
+      if (c < channels) atomicMax(&of_channel[c], __float_as_uint(largest));
+    }
+  }
+  sync_threads(barrier, kFillThreads);
+  bool loses = false;
+  for (int row = filler(); row < kRows; row += kFillThreads) {
+    const int* share = shares + row * t.in_channels + first_channel;
+    int largest = kNoShare;
+    for (int c = 0; c < channels; ++c)
+      if (of_channel[c] != 0 && share[c] != kNoShare)
+        largest = max(largest, exponent_of(of_channel[c]) + share[c]);
+    loses |= largest != kNoShare && largest + exponent < kScaledExponent - kExactBits;
+  }
+  return any_of_threads(barrier, kFillThreads, loses);
+}
+
 // By all threads that fill: starts the copies of a chunk's pixels.
 template <class In>
 __device__ void copy_pixels(const ConvProblem& p, const Source& from, const QuadPlace (&place)[kThreadQuads],
@@ -232,9 +268,10 @@ __device__ void copy_pixels(const ConvProblem& p, const Source& from, const Quad
 // By all threads that fill, once a thread's copies have arrived. Gives the exponent of the pixels' scale, or
 // kNonFinite. Of the chunks of a tile the scale only ever falls: so sums of earlier chunks, brought to it, do
 // not overflow.
-template <class Mode>
+// loses(quads, exponent): see loses_digits.
+template <class Mode, class Loses>
 __device__ int lay_out_pixels(const ConvProblem& p, const QuadPlace (&place)[kThreadQuads], uint8_t* stage,
-                              int exponent, int barrier, unsigned* of_warp) {
+                              int exponent, int barrier, unsigned* of_warp, const Loses& loses) {
   using In = typename Mode::In;
   Quad<In> quad[kThreadQuads];
   const auto for_each_quad = [&](const auto& visit) {
@@ -251,13 +288,14 @@ __device__ int lay_out_pixels(const ConvProblem& p, const QuadPlace (&place)[kTh
   const unsigned most = largest_of_all(magnitude.value(), barrier, of_warp);
   if (Mode::kScales) exponent = min(exponent, scale_exponent(most));
   const float scale = power_of_two(exponent);
+  const bool is_exact = most < kInfinityBits && !loses(quad, exponent);
   // All threads have read what they had copied: it may be overwritten.
   for_each_quad([&](const Quad<In>& q, const QuadPlace& at) {
 #pragma unroll
     for (int i = 0; i < kQuadUnits; ++i)
       store_unit<Mode>(q.unit[i], scale, stage + at.pixels + i * kUnitBytes, p.tiling.pixels_bytes);
   });
-  return most < kInfinityBits ? exponent : kNonFinite;
+  return is_exact ? exponent : kNonFinite;
 }
 
 // By all threads that fill: starts to copy the weights of a chunk, as they were packed.

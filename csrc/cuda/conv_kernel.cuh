@@ -243,18 +243,20 @@ __device__ void unscale(float (&d)[kCount], const ThreadRows& rows, int exponent
   }
 }
 
-// Shared memory, from the start: barriers and what goes with a stage, the table of steps, weights, pixels,
-// staging and carry of each group of consumers.
+// Shared memory, from the start: barriers and what goes with a stage, weights, pixels, staging and carry of
+// each group of consumers.
 struct SharedHead {
   uint64_t full[kConsumers][cuda::kMostStages];  // a group sees each round of its own barriers, and must
   uint64_t empty[cuda::kMostStages];
   int exponent[cuda::kMostStages];
   unsigned magnitude[kFillThreads / kWarpThreads];
+  unsigned channel_magnitude[cuda::kMostChunkChannels];
 };
+
+static_assert(sizeof(SharedHead) <= cuda::kSharedHeadBytes);
 
 struct SharedLayout {
   SharedHead* head;
-  uint32_t* table;
   uint8_t* weights;
   uint8_t* pixels;
   uint8_t* staging;
@@ -265,29 +267,11 @@ template <class Mode>
 __device__ SharedLayout shared_layout(const ConvTiling& t, uint8_t* shared) {
   SharedLayout s;
   s.head = reinterpret_cast<SharedHead*>(shared);
-  s.table = reinterpret_cast<uint32_t*>(shared + sizeof(SharedHead));
   s.weights = shared + cuda::kSharedHeadBytes;
   s.pixels = s.weights + Mode::kParts * t.weights_bytes * (t.weights_stay ? 1 : t.stages);
   s.staging = s.pixels + kStageParts<Mode> * t.pixels_bytes * t.stages;
   s.carry = s.staging + kConsumers * t.staging_bytes;
   return s;
-}
-
-// Each entry is a step: see Operands. The last half step may have zeros for weights: it may read any pixels.
-__device__ inline void fill_table(const ConvTiling& t, uint32_t* table) {
-  const auto offset = [&](int half_step) {
-    const int units_per_block = t.tap_rows * t.tap_groups;
-    const int last = t.blocks_per_chunk * units_per_block - 1;
-    half_step = min(half_step, last);
-    const int tap = half_step % units_per_block;
-    return uint32_t(half_step / units_per_block * t.plane +
-                    row_slot(t, t.tap_row[tap / t.tap_groups]) * t.pitch + t.lead +
-                    tap % t.tap_groups * t.unit_taps * t.dilation[1]);
-  };
-  for (int s = threadIdx.x; s < t.half_steps / 2; s += kConvThreads) {
-    const uint32_t first = offset(2 * s);
-    table[s] = first | (offset(2 * s + 1) - first) << 16;
-  }
 }
 
 // Where a role is in the ring of stages. Both roles go through all stages in the same order.
@@ -304,6 +288,12 @@ struct Ring {
     }
   }
 };
+
+// By a warp: whether a row of the block has weights of very different size.
+__device__ inline bool has_wide_rows(const ConvProblem& p, int row_block) {
+  const int* is_wide = p.is_wide + row_block * kRows + threadIdx.x % kWarpThreads;
+  return __any_sync(~0u, (is_wide[0] | is_wide[kWarpThreads]) != 0);
+}
 
 // The stages of a block in the order in which they are filled and used: see for_each_tile.
 template <bool kAllRowBlocks>
@@ -343,9 +333,8 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
   StageCursor<Pass::kAllRowBlocks> cursor(t);
   const auto stage_pixels = [&](int stage) { return s.pixels + stage * kStageParts<Mode> * t.pixels_bytes; };
 
-  const auto start = [&] {
+  const auto start = [&](const Tile& tile) {
     const int stage = cursor.ring.stage;
-    const Tile tile = cursor.tile(t);
     wait(&s.head->empty[stage], (cursor.ring.round & 1) ^ 1);
     if (!t.weights_stay || cursor.item == blockIdx.x)
       copy_weights<Mode>(p, tile.row_block, cursor.chunk,
@@ -358,10 +347,22 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
   };
 
   int exponent;
-  const auto finish = [&](int stage, int chunk, int turn) {
+  int known_rows = -1;
+  bool are_wide;
+  const auto finish = [&](int stage, int chunk, int turn, int row_block) {
     if (chunk == 0) exponent = kMostExponent;
+    if (Mode::kScales && row_block != known_rows) {
+      known_rows = row_block;
+      are_wide = has_wide_rows(p, row_block);
+    }
+    const auto loses = [&](const Quad<In>(&quad)[kThreadQuads], int scale) {
+      if (!Mode::kScales || !are_wide) return false;
+      return loses_digits(p, p.shares + int64_t(row_block) * kRows * t.in_channels, quad, place,
+                          ChunkPlace(t, chunk).block * t.unit_channels, scale, kBarrier,
+                          s.head->channel_magnitude);
+    };
     const int found =
-        lay_out_pixels<Mode>(p, place, stage_pixels(stage), exponent, kBarrier, s.head->magnitude);
+        lay_out_pixels<Mode>(p, place, stage_pixels(stage), exponent, kBarrier, s.head->magnitude, loses);
     if (found != kNonFinite) exponent = found;
     if (filler() == 0) s.head->exponent[stage] = found;
     fence_async_proxy();
@@ -369,19 +370,21 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
     if (filler() == 0) arrive(&s.head->full[turn][stage]);
   };
 
-  int stage, chunk, turn;  // of the one that was started last
+  int stage, chunk, turn, row_block;  // of the one that was started last
   for (bool is_first = true;; is_first = false) {
     const bool goes_on = cursor.item < items;
-    if (goes_on) start();
+    const Tile tile = cursor.tile(t);
+    if (goes_on) start(tile);
     __pipeline_commit();
     if (!is_first) {
       __pipeline_wait_prior(1);  // all copies but the newest have arrived
-      finish(stage, chunk, turn);
+      finish(stage, chunk, turn, row_block);
     }
     if (!goes_on) return;
     stage = cursor.ring.stage;
     chunk = cursor.chunk;
     turn = cursor.turn;
+    row_block = tile.row_block;
     cursor.next(t);
   }
 }
@@ -412,6 +415,7 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
   constexpr int kColumns = SourceOfTiles::kColumns;
   const ConvTiling& t = p.tiling;
   const int group = group_of_thread();
+  const int half = uniform(half_of_thread());
   uint8_t* staging = s.staging + group * t.staging_bytes;
   Pass pass(p, staging, s.carry + group * t.carry_bytes, group + 1);
   Ring ring(t.stages);
@@ -456,10 +460,10 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
         Operands operands{
             shared_address(s.weights) + (t.weights_stay ? 0 : ring.stage) * Mode::kParts * t.weights_bytes,
             shared_address(s.pixels) + ring.stage * kStageParts<Mode> * t.pixels_bytes +
-                half_of_thread() * kColumns * kUnitBytes,
+                half * kColumns * kUnitBytes,
             uint32_t(t.weights_bytes),
             uint32_t(t.pixels_bytes),
-            s.table,
+            t.step,
             folds ? kMostSumSteps : steps};
         int left = steps;
         do {
@@ -470,7 +474,7 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
           rescale = 1;
           is_first = false;
           operands.weights += operands.steps * 2 * kHalfStepBytes;
-          operands.table += operands.steps;
+          operands.offsets += operands.steps;
         } while (left > 0);
         __syncwarp();
         if (threadIdx.x % kWarpThreads == 0) arrive(&s.head->empty[ring.stage]);
@@ -493,7 +497,6 @@ __global__ void __launch_bounds__(kConvThreads, 1)
   if constexpr (SourceOfTiles::kCompiles) {
     extern __shared__ __align__(128) uint8_t shared[];
     const SharedLayout s = shared_layout<Mode>(p.tiling, shared);
-    fill_table(p.tiling, s.table);
     if (threadIdx.x == 0) {
       for (int i = 0; i < p.tiling.stages; ++i) {
         for (int group = 0; group < kConsumers; ++group) init_barrier(&s.head->full[group][i], 1);

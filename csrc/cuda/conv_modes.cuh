@@ -56,6 +56,13 @@ __device__ inline int scale_exponent(unsigned magnitude) {
   return min(kScaledExponent + 127 - int(magnitude >> 23), kMostExponent);
 }
 
+// Of a magnitude, as the bits of a float.
+__device__ inline int exponent_of(unsigned magnitude) { return int(magnitude >> 23) - 127; }
+
+// A half's last digit is worth 2^-24, and the largest value is scaled to 2^14 at least: a value keeps all of
+// its digits down to 2^-16 of the largest one. One to spare.
+constexpr int kExactBits = 15;
+
 constexpr unsigned kInfinityBits = 0x7f800000;
 
 }  // namespace FUSEDCONV_TARGET

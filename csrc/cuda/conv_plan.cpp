@@ -244,6 +244,7 @@ bool set_memory(ConvTiling& t, int columns, int parts, int stage_parts, bool poo
   const int units_per_block = t.tap_rows * t.tap_groups;
   for (int blocks = t.blocks; blocks >= 1; --blocks) {
     if (t.blocks % blocks != 0 || blocks * plane_units > kMostChunkUnits) continue;
+    if (blocks * t.unit_channels > kMostChunkChannels) continue;
     if (blocks > 1 && t.in_channels % kUnitElements != 0) continue;  // the last block is not a whole one
     t.blocks_per_chunk = blocks;
     t.chunks = t.blocks / blocks * t.by_chunks_down.value * t.by_chunks_across.value;
@@ -262,6 +263,20 @@ bool set_memory(ConvTiling& t, int columns, int parts, int stage_parts, bool poo
     }
   }
   return false;
+}
+
+// Once all else is known.
+void set_steps(ConvTiling& t) {
+  const int units_per_block = t.tap_rows * t.tap_groups;
+  const auto offset = [&](int half_step) {
+    half_step = std::min(half_step, t.blocks_per_chunk * units_per_block - 1);
+    const int tap = half_step % units_per_block;
+    return uint32_t(half_step / units_per_block * t.plane +
+                    row_slot(t, t.tap_row[tap / t.tap_groups]) * t.pitch + t.lead +
+                    tap % t.tap_groups * t.unit_taps * t.dilation[1]);
+  };
+  for (int s = 0; s < t.half_steps / 2; ++s)
+    t.step[s] = offset(2 * s) | (offset(2 * s + 1) - offset(2 * s)) << 16;
 }
 
 std::string describe(const ConvPlan& plan) {
@@ -341,6 +356,7 @@ ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   const Planner planner{
       columns, parts_of(problem), stage_parts_of(problem), reads_rows(t, problem.input), pools, pool, card};
   if (!planner.set_tiling(t)) return two_steps("shared memory");
+  set_steps(t);
   plan.reason = describe(plan);
   return plan;
 }

@@ -15,6 +15,8 @@ using cuda::kUnitElements;
 
 constexpr int kNonFinite = 1 << 20;  // in place of an exponent: the tensor cores' arithmetic would not do
 
+constexpr int kNoShare = -(1 << 20);  // where weights are zeros
+
 struct ConvProblem {
   Tensor input, weight, output;
   Parameter conv_bias;
@@ -25,6 +27,8 @@ struct ConvProblem {
   uint4* packed;       // weights as conv_weights.cuh packs them
   int* exponents;      // [row_blocks * kRows], of the weights' scales
   float* row_bias;     // [row_blocks * kRows], the conv's
+  int* shares;         // [row_blocks * kRows][in_channels], exponents: of the largest weight, or kNoShare
+  int* is_wide;        // [row_blocks * kRows], whether shares are less than 2^-kExactBits
   Part<float>* parts;  // [N][C][parts of a channel]
   Norm<float>* norms;  // [N][C]
   float* pooled;       // [N][C][pooled height][pooled width]

@@ -13,15 +13,14 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Operands of one chunk in shared memory. A half step is one unit along the sum: its weights are kRows units,
-// its pixels start `table` units into the pixels. A step is two of them, each table entry one step: the units
-// before the first half in the low 16 bits, from there to the second half in the high ones.
+// Operands of one chunk in shared memory, and its steps: see ConvTiling. A half step is one unit along the
+// sum: its weights are kRows units.
 struct Operands {
   uint32_t weights;  // shared addresses of the first parts
   uint32_t pixels;
   uint32_t weights_part;  // bytes from one part to the next
   uint32_t pixels_part;
-  const uint32_t* table;
+  const uint32_t* offsets;
   int steps;
 };
 
@@ -71,7 +70,7 @@ struct Sm80 {
     const uint32_t b_lane = from.pixels + (lane % 8 + lane / 16 * 8) * cuda::kUnitBytes;
     const uint32_t second_half = lane / 8 % 2;
     for (int s = 0; s < from.steps; ++s) {
-      const uint32_t entry = from.table[s];
+      const uint32_t entry = from.offsets[s];
       const uint32_t b_step = b_lane + ((entry & 0xffff) + (entry >> 16) * second_half) * cuda::kUnitBytes;
       uint32_t a[Mode::kParts][4];
 #pragma unroll
@@ -151,12 +150,10 @@ struct Sm90a {
     int keep = !first;
     const auto for_each_step = [&](const auto& multiply_step) {
       int s = 0;
-      uint32_t next = from.table[0];  // read ahead; one entry beyond the last may be read
       do {
-        const uint32_t entry = next;
-        next = from.table[s + 1];
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        multiply_step(descriptor(weights + s * (2 * kHalfStepBytes >> 4)), descriptor(pixels + entry));
+        multiply_step(descriptor(weights + s * (2 * kHalfStepBytes >> 4)),
+                      descriptor(pixels + from.offsets[s]));
         keep = 1;
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       } while (++s < from.steps);

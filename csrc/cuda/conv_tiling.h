@@ -27,9 +27,10 @@ constexpr int kUnitBytes = 16;
 constexpr int kRows = 64;  // of one product
 constexpr int kMostTapRows = 16;
 constexpr int kMostStages = 4;
-constexpr int kMostChunkUnits = 1024;   // of pixels
-constexpr int kSharedHeadBytes = 2048;  // barriers, and the table of steps
-constexpr int kMostSteps = 448;
+constexpr int kMostChunkUnits = 1024;  // of pixels
+constexpr int kMostChunkChannels = 256;
+constexpr int kSharedHeadBytes = 2048;  // barriers and what goes with them
+constexpr int kMostSteps = 448;         // of a chunk; they are a kernel's parameters, of 4 KB in all
 // Of a row of the staging memory of a tile, beyond its columns: so neighbouring rows do not meet in the same
 // banks.
 constexpr int kStagingPadding = 8;
@@ -84,7 +85,10 @@ struct ConvTiling {
   int blocks_per_chunk, chunks;              // a chunk is what one stage of the pipeline holds
   Divisor by_chunks_down, by_chunks_across;  // of the kernel, for the same channels
   int half_steps;                            // of one chunk: units along the sum; even
-  int row_blocks;                            // of 64 output channels
+  // Where the pixels of a step of two half steps are: the units before the first one in the low 16 bits, from
+  // there to the second one in the high ones. The last half step may have zeros for weights: it may read any.
+  uint32_t step[kMostSteps];
+  int row_blocks;  // of 64 output channels
 
   // Tiles. A band is what one item of work covers, in sub-tiles one after the other.
   int pitch;

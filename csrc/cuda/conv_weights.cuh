@@ -1,6 +1,6 @@
 // Packs a conv's weights as the left operand of its products: for each block of 64 rows, chunk, part and half
 // step, 64 units of 8 values. Zeros stand where a row has no tap. The bias goes with them, row by row, in
-// float.
+// float, and what tells whether one scale for all pixels of a tile will do: see conv_fill.cuh.
 #pragma once
 
 #include "conv_modes.cuh"
@@ -34,6 +34,47 @@ __device__ float weight_at(const ConvProblem& p, int row_block, int m, int chunk
                                                            kernel_row * stride[2] + kernel_col * stride[3]]);
 }
 
+// The largest magnitude of the weights between two channels, as the bits of a float; NaN wins.
+template <class Mode>
+__device__ unsigned channel_magnitude(const ConvProblem& p, int out_channel, int in_channel) {
+  const int64_t* stride = p.weight.stride;
+  const auto* taps =
+      static_cast<const typename Mode::In*>(p.weight.data) + out_channel * stride[0] + in_channel * stride[1];
+  unsigned magnitude = 0;
+  for (int kh = 0; kh < p.tiling.kernel[0]; ++kh)
+    for (int kw = 0; kw < p.tiling.kernel[1]; ++kw)
+      magnitude = max(magnitude, __float_as_uint(fabsf(float(taps[kh * stride[2] + kw * stride[3]]))));
+  return magnitude;
+}
+
+// Of a row: the exponent of its scale, its bias, and each input channel's share of its largest weight.
+template <class Mode>
+__device__ int describe_row(const ConvProblem& p, int row, int out_channel) {
+  const ConvTiling& t = p.tiling;
+  const bool exists = out_channel < t.out_channels;
+  int* share = p.shares + int64_t(row) * t.in_channels;
+  unsigned most = 0;
+  for (int c = threadIdx.x; c < t.in_channels; c += kWarpThreads) {
+    const unsigned magnitude = exists ? channel_magnitude<Mode>(p, out_channel, c) : 0;
+    share[c] = magnitude == 0 ? kNoShare : exponent_of(magnitude);
+    most = max(most, magnitude);
+  }
+  most = __reduce_max_sync(~0u, most);
+  int least = 0;
+  for (int c = threadIdx.x; c < t.in_channels; c += kWarpThreads) {
+    if (share[c] != kNoShare) share[c] -= exponent_of(most);
+    least = min(least, share[c]);
+  }
+  const bool is_wide = most != 0 && __any_sync(~0u, least < -kExactBits);
+  const int exponent = Mode::kScales ? scale_exponent(most) : 0;
+  if (threadIdx.x == 0) {
+    p.exponents[row] = most < kInfinityBits ? exponent : kNonFinite;
+    p.row_bias[row] = exists ? value_of<float>(p.conv_bias, out_channel) : 0.0f;
+    p.is_wide[row] = Mode::kScales && is_wide;
+  }
+  return exponent;
+}
+
 // A warp for each row of each block of rows.
 template <class Mode>
 __global__ void __launch_bounds__(kWarpThreads) pack_conv_weights(const __grid_constant__ ConvProblem p) {
@@ -42,20 +83,7 @@ __global__ void __launch_bounds__(kWarpThreads) pack_conv_weights(const __grid_c
   const int row_block = blockIdx.x / kRows;
   const int m = blockIdx.x % kRows;
   const int values = t.half_steps * kUnitElements;
-  unsigned magnitude = 0;
-  for (int chunk = 0; chunk < t.chunks; ++chunk) {
-    for (int i = threadIdx.x; i < values; i += kWarpThreads) {
-      const float w = weight_at<Mode>(p, row_block, m, chunk, i / kUnitElements, i % kUnitElements);
-      magnitude = max(magnitude, __float_as_uint(fabsf(w)));
-    }
-  }
-  magnitude = __reduce_max_sync(~0u, magnitude);
-  const int exponent = Mode::kScales ? scale_exponent(magnitude) : 0;
-  if (threadIdx.x == 0) {
-    const int out_channel = row_block * kRows + m % t.stack_channels;
-    p.exponents[blockIdx.x] = magnitude < kInfinityBits ? exponent : kNonFinite;
-    p.row_bias[blockIdx.x] = out_channel < t.out_channels ? value_of<float>(p.conv_bias, out_channel) : 0.0f;
-  }
+  const int exponent = describe_row<Mode>(p, blockIdx.x, row_block * kRows + m % t.stack_channels);
   const float scale = power_of_two(exponent);
   for (int chunk = 0; chunk < t.chunks; ++chunk) {
     Element* to = reinterpret_cast<Element*>(p.packed) +

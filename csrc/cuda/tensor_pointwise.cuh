@@ -68,12 +68,17 @@ __global__ void __launch_bounds__(kPointwiseThreads)
   const int64_t to = sample * output.stride[0] + c * output.stride[1];
   const int64_t first =
       (block_index() - plane * blocks_per_plane) * kPointwiseThreads * kPointwiseValues + threadIdx.x;
+  T values[kPointwiseValues];  // all loads are on their way before the first store
+#pragma unroll
+  for (int i = 0; i < kPointwiseValues; ++i) {
+    const int64_t p = first + i * kPointwiseThreads;
+    if (p < pixels) values[i] = from[Plane(x).offset(p)];
+  }
 #pragma unroll
   for (int i = 0; i < kPointwiseValues; ++i) {
     const int64_t p = first + i * kPointwiseThreads;
     if (p >= pixels) continue;
-    const T value = from[Plane(x).offset(p)];
-    const T post = Chain::Post::value(Chain::Norm::value(value, channel), value, channel);
+    const T post = Chain::Post::value(Chain::Norm::value(values[i], channel), values[i], channel);
     store_value(output, to + Plane(output).offset(p), Chain::Final::value(post, post, channel));
   }
 }
