@@ -42,26 +42,32 @@ using PixelPiece = Pack<In, 4>;
 // A thread has every kFillThreads-th quad of a stage, all in registers when their scale is found.
 constexpr int kThreadQuads = cuda::kMostChunkUnits / (kQuadUnits * kFillThreads);
 
-// Where a quad is: the same in every stage, so found once.
+// Where a quad is: the same in every stage, so found once, and kept in few registers.
 struct QuadPlace {
-  bool exists;
-  int number;       // in the stage
-  int row, col;     // of its first pixel, from the tile's
+  int number;  // in the stage
+  uint32_t
+      pixel;  // row and column of its first pixel, from the tile's, 16 bits each; kNone where there is none
   uint32_t input;   // bytes from the tile's first pixel and channel
   uint32_t pixels;  // bytes from the start of the stage's pixels
+
+  static constexpr uint32_t kNone = ~0u;
+
+  __device__ bool exists() const { return pixel != kNone; }
+  __device__ int row() const { return pixel >> 16; }
+  __device__ int col() const { return pixel & 0xffff; }
 
   template <class In>
   __device__ void set(const ConvProblem& p, In, int quad) {
     const ConvTiling& t = p.tiling;
     number = quad;
     const int unit = quad * kQuadUnits;
-    exists = unit < t.blocks_per_chunk * t.plane_units;
     const int block = t.by_plane_units.divide(unit);
     const int of_plane = unit - block * t.plane_units;
     const int slot = t.by_pitch.divide(of_plane);
     const int phase = t.by_phase_rows.divide(slot);
-    row = (slot - phase * t.phase_rows) * t.stack + phase;
-    col = of_plane - slot * t.pitch;
+    const int row = (slot - phase * t.phase_rows) * t.stack + phase;
+    const int col = of_plane - slot * t.pitch;
+    pixel = unit < t.blocks_per_chunk * t.plane_units ? uint32_t(row << 16 | col) : kNone;
     const int64_t* stride = p.input.stride;
     input = uint32_t(block * kUnitElements * stride[1] + row * stride[2] + col * stride[3]) * sizeof(In);
     pixels = (block * t.plane + of_plane) * kUnitBytes;
@@ -76,9 +82,9 @@ __device__ void set_places(const ConvProblem& p, QuadPlace (&place)[kThreadQuads
 
 // Piece i of a quad in a stage that is not laid out yet: neighbouring threads' are neighbours.
 template <class In>
-__device__ PixelPiece<In>* piece_of(const ConvTiling& t, uint8_t* stage, const QuadPlace& place, int i) {
+__device__ PixelPiece<In>* piece_of(const ConvTiling& t, uint8_t* stage, int quad, int i) {
   const int quads = t.blocks_per_chunk * t.plane_units / kQuadUnits;
-  return reinterpret_cast<PixelPiece<In>*>(stage) + place.number + i * quads;
+  return reinterpret_cast<PixelPiece<In>*>(stage) + quad + i * quads;
 }
 
 // Starts to copy a quad to a stage; zeros where there is no pixel. Where there is no channel the weights are
@@ -87,8 +93,8 @@ template <class In>
 __device__ void copy_quad(const ConvProblem& p, const Source& from, const QuadPlace& place, uint8_t* stage) {
   const ConvTiling& t = p.tiling;
   const int64_t* stride = p.input.stride;
-  const bool is_row = unsigned(from.row + place.row) < unsigned(t.in_size[0]);
-  const int col = from.col + place.col;
+  const bool is_row = unsigned(from.row + place.row()) < unsigned(t.in_size[0]);
+  const int col = from.col + place.col();
   const auto exists = [&](int col) { return is_row && unsigned(col) < unsigned(t.in_size[1]); };
   const int first_channel = from.block * t.unit_channels;
   const int64_t channel_bytes = stride[1] * int(sizeof(In));
@@ -98,7 +104,7 @@ __device__ void copy_quad(const ConvProblem& p, const Source& from, const QuadPl
                         (from.row * stride[2] + from.col * stride[3]) * int(sizeof(In));
   const uint8_t* at = tile + place.input;
   const int last = t.blocks_per_chunk > 1 ? kUnitElements - 1 : t.in_channels - 1 - first_channel;
-  const auto piece = [&](int i) { return piece_of<In>(t, stage, place, i)->element; };
+  const auto piece = [&](int i) { return piece_of<In>(t, stage, place.number, i)->element; };
   if (t.reads_rows) {
     const bool exist = exists(col);  // all or none
 #pragma unroll
@@ -139,7 +145,7 @@ __device__ void read_quad(const ConvTiling& t, uint8_t* stage, const QuadPlace& 
   const auto for_each_value = [&](const auto& visit) {
 #pragma unroll
     for (int i = 0; i < kQuadPieces; ++i) {
-      const PixelPiece<In> piece = *piece_of<In>(t, stage, place, i);
+      const PixelPiece<In> piece = *piece_of<In>(t, stage, place.number, i);
 #pragma unroll
       for (int k = 0; k < 4; ++k) visit(i, k, piece.element[k]);
     }
@@ -220,64 +226,64 @@ __device__ void store_unit(const Unit<In>& unit, float, uint8_t* to, int) {
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&unit);
 }
 
-// By all threads that fill: whether the largest products of some row are much smaller than the largest pixel
-// times the largest weight, so that the tile's one scale would cost their pixels digits. That takes weights
-// of very different size between channels, which is rare, and pixels to match. shares: of a block of rows.
-template <class In>
-__device__ bool loses_digits(const ConvProblem& p, const int* shares, const Quad<In> (&quad)[kThreadQuads],
-                             const QuadPlace (&place)[kThreadQuads], int first_channel, int exponent,
-                             int barrier, unsigned* of_channel) {
-  const ConvTiling& t = p.tiling;
-  const int channels = min(t.blocks_per_chunk * t.unit_channels, t.in_channels - first_channel);
-  for (int c = filler(); c < channels; c += kFillThreads) of_channel[c] = 0;
-  sync_threads(barrier, kFillThreads);
-#pragma unroll
-  for (int k = 0; k < kThreadQuads; ++k) {
-    if (!place[k].exists) continue;
-    const int block = place[k].pixels / (t.plane * kUnitBytes);
-#pragma unroll
-    for (int i = 0; i < kUnitElements; ++i) {
-      const int c = block * t.unit_channels + (i & (t.unit_channels - 1));
-      float largest = 0;
-      for (const Unit<In>& unit : quad[k].unit) largest = fmaxf(largest, fabsf(float(unit.value[i])));
-      if (c < channels) atomicMax(&of_channel[c], __float_as_uint(largest));
-    }
-  }
-  sync_threads(barrier, kFillThreads);
-  bool loses = false;
-  for (int row = filler(); row < kRows; row += kFillThreads) {
-    const int* share = shares + row * t.in_channels + first_channel;
-    int largest = kNoShare;
-    for (int c = 0; c < channels; ++c)
-      if (of_channel[c] != 0 && share[c] != kNoShare)
-        largest = max(largest, exponent_of(of_channel[c]) + share[c]);
-    loses |= largest != kNoShare && largest + exponent < kScaledExponent - kExactBits;
-  }
-  return any_of_threads(barrier, kFillThreads, loses);
-}
-
 // By all threads that fill: starts the copies of a chunk's pixels.
 template <class In>
 __device__ void copy_pixels(const ConvProblem& p, const Source& from, const QuadPlace (&place)[kThreadQuads],
                             uint8_t* stage) {
 #pragma unroll
   for (const QuadPlace& at : place)
-    if (at.exists) copy_quad<In>(p, from, at, stage);
+    if (at.exists()) copy_quad<In>(p, from, at, stage);
+}
+
+// By all threads that fill, once a thread's copies have arrived: whether the largest products of some row are
+// much smaller than the largest pixel times the largest weight, so that the tile's one scale would cost their
+// pixels digits. That takes weights of very different size between channels, which is rare, and pixels to
+// match. exponent: of the scale of the chunks before; shares: of a block of rows.
+template <class In>
+__device__ bool loses_digits(const ConvProblem& p, uint8_t* stage, int exponent, const int* shares,
+                             int first_channel, int barrier, unsigned* of_channel) {
+  const ConvTiling& t = p.tiling;
+  const int channels = min(t.blocks_per_chunk * t.unit_channels, t.in_channels - first_channel);
+  // No loop is unrolled: what is rare must not take registers and instruction cache from what is not.
+#pragma unroll 1
+  for (int c = filler(); c < channels; c += kFillThreads) of_channel[c] = 0;
+  sync_threads(barrier, kFillThreads);
+#pragma unroll 1
+  for (int quad = filler(); quad < t.blocks_per_chunk * t.plane_units / kQuadUnits; quad += kFillThreads) {
+    const int of_block = t.by_plane_units.divide(quad * kQuadUnits) * t.unit_channels;
+#pragma unroll 1
+    for (int i = 0; i < kQuadPieces * 4; ++i) {
+      const In x = piece_of<In>(t, stage, quad, i / 4)->element[i % 4];
+      const int c = of_block + ((t.reads_vectors ? i % kUnitElements : i / 4) & (t.unit_channels - 1));
+      if (c < channels) atomicMax(&of_channel[c], __float_as_uint(fabsf(float(x))));
+    }
+  }
+  sync_threads(barrier, kFillThreads);
+  const int row = filler() % kRows;
+  const int* share = shares + row * t.in_channels + first_channel;
+  int largest = kNoShare;
+#pragma unroll 1
+  for (int c = 0; c < channels; ++c) {
+    exponent = min(exponent, scale_exponent(of_channel[c]));
+    if (of_channel[c] != 0 && share[c] != kNoShare)
+      largest = max(largest, exponent_of(of_channel[c]) + share[c]);
+  }
+  const bool loses = largest != kNoShare && largest + exponent < kScaledExponent - kExactBits;
+  return any_of_threads(barrier, kFillThreads, loses);
 }
 
 // By all threads that fill, once a thread's copies have arrived. Gives the exponent of the pixels' scale, or
 // kNonFinite. Of the chunks of a tile the scale only ever falls: so sums of earlier chunks, brought to it, do
 // not overflow.
-// loses(quads, exponent): see loses_digits.
-template <class Mode, class Loses>
+template <class Mode>
 __device__ int lay_out_pixels(const ConvProblem& p, const QuadPlace (&place)[kThreadQuads], uint8_t* stage,
-                              int exponent, int barrier, unsigned* of_warp, const Loses& loses) {
+                              int exponent, int barrier, unsigned* of_warp) {
   using In = typename Mode::In;
   Quad<In> quad[kThreadQuads];
   const auto for_each_quad = [&](const auto& visit) {
 #pragma unroll
     for (int k = 0; k < kThreadQuads; ++k)
-      if (place[k].exists) visit(quad[k], place[k]);
+      if (place[k].exists()) visit(quad[k], place[k]);
   };
   for_each_quad([&](Quad<In>& q, const QuadPlace& at) { read_quad(p.tiling, stage, at, q); });
   Magnitude<In> magnitude;
@@ -288,14 +294,13 @@ __device__ int lay_out_pixels(const ConvProblem& p, const QuadPlace (&place)[kTh
   const unsigned most = largest_of_all(magnitude.value(), barrier, of_warp);
   if (Mode::kScales) exponent = min(exponent, scale_exponent(most));
   const float scale = power_of_two(exponent);
-  const bool is_exact = most < kInfinityBits && !loses(quad, exponent);
   // All threads have read what they had copied: it may be overwritten.
   for_each_quad([&](const Quad<In>& q, const QuadPlace& at) {
 #pragma unroll
     for (int i = 0; i < kQuadUnits; ++i)
       store_unit<Mode>(q.unit[i], scale, stage + at.pixels + i * kUnitBytes, p.tiling.pixels_bytes);
   });
-  return is_exact ? exponent : kNonFinite;
+  return most < kInfinityBits ? exponent : kNonFinite;
 }
 
 // By all threads that fill: starts to copy the weights of a chunk, as they were packed.

@@ -333,10 +333,10 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
   StageCursor<Pass::kAllRowBlocks> cursor(t);
   const auto stage_pixels = [&](int stage) { return s.pixels + stage * kStageParts<Mode> * t.pixels_bytes; };
 
-  const auto start = [&](const Tile& tile) {
+  const auto start = [&](const Tile& tile, bool is_first) {
     const int stage = cursor.ring.stage;
     wait(&s.head->empty[stage], (cursor.ring.round & 1) ^ 1);
-    if (!t.weights_stay || cursor.item == blockIdx.x)
+    if (!t.weights_stay || is_first)
       copy_weights<Mode>(p, tile.row_block, cursor.chunk,
                          s.weights + (t.weights_stay ? 0 : stage) * Mode::kParts * t.weights_bytes);
     const ChunkPlace part(t, cursor.chunk);
@@ -355,16 +355,15 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
       known_rows = row_block;
       are_wide = has_wide_rows(p, row_block);
     }
-    const auto loses = [&](const Quad<In>(&quad)[kThreadQuads], int scale) {
-      if (!Mode::kScales || !are_wide) return false;
-      return loses_digits(p, p.shares + int64_t(row_block) * kRows * t.in_channels, quad, place,
-                          ChunkPlace(t, chunk).block * t.unit_channels, scale, kBarrier,
-                          s.head->channel_magnitude);
-    };
+    bool loses = false;
+    if (Mode::kScales && __builtin_expect(are_wide, false))
+      loses = loses_digits<In>(
+          p, stage_pixels(stage), exponent, p.shares + int64_t(row_block) * kRows * t.in_channels,
+          ChunkPlace(t, chunk).block * t.unit_channels, kBarrier, s.head->channel_magnitude);
     const int found =
-        lay_out_pixels<Mode>(p, place, stage_pixels(stage), exponent, kBarrier, s.head->magnitude, loses);
+        lay_out_pixels<Mode>(p, place, stage_pixels(stage), exponent, kBarrier, s.head->magnitude);
     if (found != kNonFinite) exponent = found;
-    if (filler() == 0) s.head->exponent[stage] = found;
+    if (filler() == 0) s.head->exponent[stage] = loses ? kNonFinite : found;
     fence_async_proxy();
     sync_threads(kBarrier, kFillThreads);  // also: all have read head->magnitude
     if (filler() == 0) arrive(&s.head->full[turn][stage]);
@@ -374,7 +373,7 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
   for (bool is_first = true;; is_first = false) {
     const bool goes_on = cursor.item < items;
     const Tile tile = cursor.tile(t);
-    if (goes_on) start(tile);
+    if (goes_on) start(tile, is_first);
     __pipeline_commit();
     if (!is_first) {
       __pipeline_wait_prior(1);  // all copies but the newest have arrived
@@ -489,6 +488,7 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
       pass.template finish<kColumns>(tile, rows, d);
     });
   }
+  pass.end();
 }
 
 template <class SourceOfTiles, class Mode, class Pass>

@@ -40,10 +40,20 @@ class PassBase {
   // Called before the first tile with these rows.
   __device__ void set_rows(const ThreadRows&) {}
   // Until nobody reads the staging memory any more.
-  __device__ void before_staging() { sync(); }
+  __device__ void before_staging() {
+    wait_for_bulk_copies();
+    sync();
+  }
+  __device__ void end() {}
 
  protected:
   __device__ void sync() const { sync_threads(barrier_, kGroupThreads); }
+  // Until this thread's have read what they copy.
+  __device__ static void wait_for_bulk_copies() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+  }
   __device__ static int thread() { return threadIdx.x % kGroupThreads; }
   __device__ static int lane() { return threadIdx.x % kWarpThreads; }
   __device__ static int warp() { return thread() / kWarpThreads; }
@@ -168,6 +178,8 @@ class StorePass : public PassBase {
     }
   }
 
+  __device__ void end() { wait_for_bulk_copies(); }
+
  private:
   // Where the rows of a channel follow each other in the output, a tile's are one run of each channel: it is
   // put together in shared memory and written as whole lines. Else each thread writes what it has.
@@ -183,6 +195,7 @@ class StorePass : public PassBase {
     Out* run = reinterpret_cast<Out*>(staging_);
     const int pitch = run_pitch<Out>();
     scatter<kColumns, Out>(tile, rows, d, run, pitch, tile.cols, 1);
+    fence_async_proxy();
     sync();
     const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
     const bool whole_rows = tile.cols == t.out_size[1];
@@ -258,18 +271,36 @@ class StorePass : public PassBase {
     *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(x, y);
   }
 
-  // A run of each channel, from shared memory to the output: by the widest vectors that all runs are made of.
+  // A run of each channel, from shared memory to the output: by the copy engine, while this group goes on, or
+  // by the widest vectors that all runs are made of.
   template <class Out>
   __device__ void write_runs(const Out* from, int pitch, Out* to, int64_t stride, int channels, int length) {
     const uintptr_t bytes = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) |
                             uintptr_t(stride * sizeof(Out)) | uintptr_t(length * sizeof(Out));
     if (bytes % 16 == 0) {
+#if __CUDA_ARCH__ >= 900
+      bulk_copy_runs(from, pitch, to, stride, channels, length * int(sizeof(Out)));
+#else
       copy_runs<16 / sizeof(Out)>(from, pitch, to, stride, channels, length);
+#endif
     } else if (bytes % 8 == 0) {
       copy_runs<8 / sizeof(Out)>(from, pitch, to, stride, channels, length);
     } else {
       copy_runs<1>(from, pitch, to, stride, channels, length);
     }
+  }
+
+  // Lanes of a warp are served one after the other: each warp has a few channels.
+  template <class Out>
+  __device__ void bulk_copy_runs(const Out* from, int pitch, Out* to, int64_t stride, int channels,
+                                 int bytes) {
+    constexpr int kWarpChannels = kRows / (kGroupThreads / kWarpThreads);
+    const int c = warp() * kWarpChannels + lane();
+    if (lane() >= kWarpChannels || c >= channels) return;
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + c * stride),
+                 "r"(shared_address(from + c * pitch)), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 
   // Two warps have every kTeams-th channel: one vector each of most runs.
