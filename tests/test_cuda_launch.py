@@ -108,6 +108,27 @@ def test_memory_of_the_reference_workloads(run: Runner, row: Row, layout: torch.
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
+@direct_only
+@pytest.mark.parametrize(
+    ("padding", "dilation", "side", "reason"),
+    [
+        (2**31 - 1, 2**31 - 1, 5, "dilation"),
+        (2**30, 2**30, 5, "dilation"),
+        (2**28, 1, 2**29 + 3, "padding"),
+    ],
+)
+def test_no_plan_overflows(padding: int, dilation: int, side: int, reason: str) -> None:
+    """A tile is planned in 32 bits; what could exceed them is left to PyTorch, whatever it makes of it."""
+    numbers = (0, 1e-5, (1, 1), 0.0, 1.0)
+    input = (_C.FLOAT32, [1, 8, 5, 5], [200, 25, 5, 1])
+    weight = (_C.FLOAT32, [8, 8, 3, 3], [72, 9, 3, 1])
+    output = (_C.FLOAT32, [1, 8, side, side], [8 * side**2, side**2, side, 1])
+    conv = (weight, (1, 1), 2 * (padding,), 2 * (dilation,), False)
+    tensors = [("input", _C.FLOAT32), ("weight", _C.FLOAT32)]
+    launch = _C.Launch("relu_hardswish", tensors, input, conv, numbers, output)
+    assert launch.prepare_cuda(torch.cuda.current_device()) == (-1, f"two-step, {reason}")
+
+
 @conv_rows
 def test_row_3_batch_of_zero(run: Runner, row: Row) -> None:
     for layout in LAYOUTS.values():

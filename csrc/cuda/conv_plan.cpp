@@ -16,7 +16,9 @@ constexpr int kMostChannels = 256;  // of the output
 constexpr int kMostStack = 4;       // the 16 rows of a warp belong to one row of the output
 constexpr int kConsumers = 2;
 constexpr int64_t kMostSampleElements = int64_t(1) << 30;  // byte offsets within a sample have 32 bits
-constexpr int kFewStages = 2;                              // with fewer, loads and products do not overlap
+constexpr int64_t kMostReach = int64_t(1) << 15;  // of a kernel: a plane of a tile's units has 32 bits
+constexpr int64_t kMostSide = int64_t(1) << 28;   // of the padded input: so have pixels and windows
+constexpr int kFewStages = 2;                     // with fewer, loads and products do not overlap
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 int round_up(int a, int b) { return ceil_div(a, b) * b; }
@@ -48,6 +50,10 @@ std::string reason_against(const Problem& problem) {
   if (conv.stride[0] != 1 || conv.stride[1] != 1) return "stride";
   if (weight.size[2] > kMostKernel || weight.size[3] > kMostKernel) return "kernel larger than 7";
   if (weight.size[0] > kMostChannels) return "more than 256 output channels";
+  for (int d = 0; d < 2; ++d) {
+    if (conv.dilation[d] * (weight.size[2 + d] - 1) > kMostReach) return "dilation";
+    if (problem.input.size[2 + d] + 2 * conv.padding[d] > kMostSide) return "padding";
+  }
   if (sample_span(problem.input) >= kMostSampleElements ||
       sample_span(problem.output) >= kMostSampleElements ||
       weight.size[0] * problem.output.size[2] * problem.output.size[3] >= kMostSampleElements)
