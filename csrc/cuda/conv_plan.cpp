@@ -1,7 +1,6 @@
 #include "conv_plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <numeric>
@@ -15,8 +14,12 @@ constexpr int kMostKernel = 7;
 constexpr int kMostChannels = 256;  // of the output
 constexpr int kMostStack = 4;       // the 16 rows of a warp belong to one row of the output
 constexpr int kConsumers = 2;
-constexpr int64_t kMostSampleElements = int64_t(1) << 30;  // byte offsets within a sample have 32 bits
-constexpr int kFewStages = 2;                              // with fewer, loads and products do not overlap
+constexpr int kMostDilation = 4096;  // for the sizes of tiles that are tried to fit in ints
+constexpr int kRowVector = 4;        // pixels
+constexpr int kFewStages = 2;        // with fewer, loads and products do not overlap
+// Byte offsets within a sample have 32 bits. They are counted from a tile's first pixel, which may be so far
+// outside of the map as the padding and the lead are wide.
+constexpr int64_t kMostSampleElements = (int64_t(1) << 30) - kRowVector;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 int round_up(int a, int b) { return ceil_div(a, b) * b; }
@@ -32,10 +35,11 @@ ConvSource source_for(const Card& card) {
   return ConvSource::kSm80;
 }
 
-// Elements between the first and the last of a sample.
-int64_t sample_span(const Tensor& tensor) {
-  int64_t span = 0;
-  for (int d = 1; d < 4; ++d) span += (tensor.size[d] - 1) * std::abs(tensor.stride[d]);
+// Elements between the first and the last of a sample, with the padding before it. In double, for a size of 1
+// may have any stride.
+double sample_span(const Tensor& tensor, const int64_t (&padding)[2]) {
+  double span = double(tensor.size[1] - 1) * tensor.stride[1];
+  for (int d = 0; d < 2; ++d) span += double(padding[d] + tensor.size[2 + d] - 1) * tensor.stride[2 + d];
   return span;
 }
 
@@ -48,8 +52,10 @@ std::string reason_against(const Problem& problem) {
   if (conv.stride[0] != 1 || conv.stride[1] != 1) return "stride";
   if (weight.size[2] > kMostKernel || weight.size[3] > kMostKernel) return "kernel larger than 7";
   if (weight.size[0] > kMostChannels) return "more than 256 output channels";
-  if (sample_span(problem.input) >= kMostSampleElements ||
-      sample_span(problem.output) >= kMostSampleElements ||
+  for (int d = 0; d < 2; ++d)
+    if (weight.size[2 + d] > 1 && conv.dilation[d] > kMostDilation) return "dilation larger than 4096";
+  if (sample_span(problem.input, conv.padding) >= kMostSampleElements ||
+      sample_span(problem.output, {0, 0}) >= kMostSampleElements ||
       weight.size[0] * problem.output.size[2] * problem.output.size[3] >= kMostSampleElements)
     return "samples of more than 2^30 elements";
   return "";
@@ -81,8 +87,6 @@ bool reads_vectors(const ConvTiling& t, const Tensor& input) {
   for (int d : {0, 2, 3}) aligned &= input.stride[d] % kUnitElements == 0;
   return aligned;
 }
-
-constexpr int kRowVector = 4;  // pixels
 
 // Whether four pixels of a row are a vector where their column is a multiple of four.
 bool reads_rows(const ConvTiling& t, const Tensor& input) {
@@ -338,6 +342,12 @@ struct Planner {
   }
 };
 
+// Of the whole batch, which a launch counts in ints, each block of a multiprocessor a step beyond the last.
+bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card) {
+  const int64_t of_sample = int64_t(t.bands) * t.tiles_across * t.row_blocks;
+  return problem.input.size[0] <= (std::numeric_limits<int>::max() - card.multiprocessors) / of_sample;
+}
+
 ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}}; }
 
 }  // namespace
@@ -356,6 +366,7 @@ ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   const Planner planner{
       columns, parts_of(problem), stage_parts_of(problem), reads_rows(t, problem.input), pools, pool, card};
   if (!planner.set_tiling(t)) return two_steps("shared memory");
+  if (!counts_items(t, problem, card)) return two_steps("more than 2^31 tiles");
   set_steps(t);
   plan.reason = describe(plan);
   return plan;
