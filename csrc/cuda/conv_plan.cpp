@@ -89,8 +89,8 @@ bool reads_vectors(const ConvTiling& t, const Tensor& input) {
 }
 
 // Whether four pixels of a row are a vector where their column is a multiple of four.
-bool reads_rows(const ConvTiling& t, const Tensor& input) {
-  bool aligned = t.unit_taps == 1 && input.stride[3] == 1 && input.size[3] % kRowVector == 0;
+bool has_aligned_rows(const Tensor& input) {
+  bool aligned = input.stride[3] == 1;
   for (int d : {0, 1, 2}) aligned &= input.stride[d] % kRowVector == 0;
   return aligned;
 }
@@ -120,10 +120,13 @@ void set_chunk_taps(ConvTiling& t, int cuts) {
   t.by_chunks_across = divisor(ceil_div(groups, t.tap_groups));
 }
 
-// Rows are read by vectors if their tiles' first columns are multiples of a vector in all chunks.
-void set_lead(ConvTiling& t, bool reads_rows) {
+// Rows may be read by vectors if their tiles' first columns are multiples of a vector in all chunks. Whether
+// the input's strides allow it does not count here: tiles, and with them a result's bits, follow from sizes
+// only.
+void set_lead(ConvTiling& t) {
   const bool shifts = t.by_chunks_across.value > 1;
-  t.reads_rows = reads_rows && (!shifts || t.tap_groups * t.unit_taps * t.dilation[1] % kRowVector == 0);
+  t.reads_rows = t.unit_taps == 1 && t.in_size[1] % kRowVector == 0 &&
+                 (!shifts || t.tap_groups * t.unit_taps * t.dilation[1] % kRowVector == 0);
   t.lead = t.reads_rows ? (kRowVector - t.padding[1] % kRowVector) % kRowVector : 0;
 }
 
@@ -310,13 +313,13 @@ double work(const ConvTiling& t, int parts) {
 // A plan for one problem on one card, in the making.
 struct Planner {
   int columns, parts, stage_parts;
-  bool reads_rows, pools;
+  bool pools;
   const int64_t* pool;
   const Card& card;
 
   bool fits(ConvTiling& t, const Choice& choice) const {
     set_chunk_taps(t, choice.cuts);
-    set_lead(t, reads_rows);
+    set_lead(t);
     set_stack(t, choice.most_stack);
     if (!set_tiles(t, columns, pool, choice.few_windows)) return false;
     set_taps(t);
@@ -363,11 +366,11 @@ ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   ConvTiling& t = plan.tiling;
   set_conv(t, problem);
   set_units(t, problem.input);
-  const Planner planner{
-      columns, parts_of(problem), stage_parts_of(problem), reads_rows(t, problem.input), pools, pool, card};
+  const Planner planner{columns, parts_of(problem), stage_parts_of(problem), pools, pool, card};
   if (!planner.set_tiling(t)) return two_steps("shared memory");
   if (!counts_items(t, problem, card)) return two_steps("more than 2^31 tiles");
   set_steps(t);
+  t.reads_rows &= has_aligned_rows(problem.input);
   plan.reason = describe(plan);
   return plan;
 }
