@@ -1,7 +1,6 @@
 #include "conv_plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <numeric>
@@ -15,10 +14,13 @@ constexpr int kMostKernel = 7;
 constexpr int kMostChannels = 256;  // of the output
 constexpr int kMostStack = 4;       // the 16 rows of a warp belong to one row of the output
 constexpr int kConsumers = 2;
-constexpr int64_t kMostSampleElements = int64_t(1) << 30;  // byte offsets within a sample have 32 bits
+constexpr int kRowVector = 4;                     // pixels
+constexpr int kFewStages = 2;                     // with fewer, loads and products do not overlap
 constexpr int64_t kMostReach = int64_t(1) << 15;  // of a kernel: a plane of a tile's units has 32 bits
 constexpr int64_t kMostSide = int64_t(1) << 28;   // of the padded input: so have pixels and windows
-constexpr int kFewStages = 2;                     // with fewer, loads and products do not overlap
+// Byte offsets within a sample have 32 bits. They are counted from a tile's first pixel, which may be so far
+// outside of the map as the padding and the lead are wide.
+constexpr int64_t kMostSampleElements = (int64_t(1) << 30) - kRowVector;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 int round_up(int a, int b) { return ceil_div(a, b) * b; }
@@ -34,10 +36,11 @@ ConvSource source_for(const Card& card) {
   return ConvSource::kSm80;
 }
 
-// Elements between the first and the last of a sample.
-int64_t sample_span(const Tensor& tensor) {
-  int64_t span = 0;
-  for (int d = 1; d < 4; ++d) span += (tensor.size[d] - 1) * std::abs(tensor.stride[d]);
+// Elements between the first and the last of a sample, with the padding before it. In double, for a size of 1
+// may have any stride.
+double sample_span(const Tensor& tensor, const int64_t (&padding)[2]) {
+  double span = double(tensor.size[1] - 1) * tensor.stride[1];
+  for (int d = 0; d < 2; ++d) span += double(padding[d] + tensor.size[2 + d] - 1) * tensor.stride[2 + d];
   return span;
 }
 
@@ -54,8 +57,8 @@ std::string reason_against(const Problem& problem) {
     if (conv.dilation[d] * (weight.size[2 + d] - 1) > kMostReach) return "dilation";
     if (problem.input.size[2 + d] + 2 * conv.padding[d] > kMostSide) return "padding";
   }
-  if (sample_span(problem.input) >= kMostSampleElements ||
-      sample_span(problem.output) >= kMostSampleElements ||
+  if (sample_span(problem.input, conv.padding) >= kMostSampleElements ||
+      sample_span(problem.output, {0, 0}) >= kMostSampleElements ||
       weight.size[0] * problem.output.size[2] * problem.output.size[3] >= kMostSampleElements)
     return "samples of more than 2^30 elements";
   return "";
@@ -88,11 +91,9 @@ bool reads_vectors(const ConvTiling& t, const Tensor& input) {
   return aligned;
 }
 
-constexpr int kRowVector = 4;  // pixels
-
 // Whether four pixels of a row are a vector where their column is a multiple of four.
-bool reads_rows(const ConvTiling& t, const Tensor& input) {
-  bool aligned = t.unit_taps == 1 && input.stride[3] == 1 && input.size[3] % kRowVector == 0;
+bool has_aligned_rows(const Tensor& input) {
+  bool aligned = input.stride[3] == 1;
   for (int d : {0, 1, 2}) aligned &= input.stride[d] % kRowVector == 0;
   return aligned;
 }
@@ -122,10 +123,13 @@ void set_chunk_taps(ConvTiling& t, int cuts) {
   t.by_chunks_across = divisor(ceil_div(groups, t.tap_groups));
 }
 
-// Rows are read by vectors if their tiles' first columns are multiples of a vector in all chunks.
-void set_lead(ConvTiling& t, bool reads_rows) {
+// Rows may be read by vectors if their tiles' first columns are multiples of a vector in all chunks. Whether
+// the input's strides allow it does not count here: tiles, and with them a result's bits, follow from sizes
+// only.
+void set_lead(ConvTiling& t) {
   const bool shifts = t.by_chunks_across.value > 1;
-  t.reads_rows = reads_rows && (!shifts || t.tap_groups * t.unit_taps * t.dilation[1] % kRowVector == 0);
+  t.reads_rows = t.unit_taps == 1 && t.in_size[1] % kRowVector == 0 &&
+                 (!shifts || t.tap_groups * t.unit_taps * t.dilation[1] % kRowVector == 0);
   t.lead = t.reads_rows ? (kRowVector - t.padding[1] % kRowVector) % kRowVector : 0;
 }
 
@@ -312,13 +316,13 @@ double work(const ConvTiling& t, int parts) {
 // A plan for one problem on one card, in the making.
 struct Planner {
   int columns, parts, stage_parts;
-  bool reads_rows, pools;
+  bool pools;
   const int64_t* pool;
   const Card& card;
 
   bool fits(ConvTiling& t, const Choice& choice) const {
     set_chunk_taps(t, choice.cuts);
-    set_lead(t, reads_rows);
+    set_lead(t);
     set_stack(t, choice.most_stack);
     if (!set_tiles(t, columns, pool, choice.few_windows)) return false;
     set_taps(t);
@@ -344,6 +348,12 @@ struct Planner {
   }
 };
 
+// Of the whole batch, which a launch counts in ints, each block of a multiprocessor a step beyond the last.
+bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card) {
+  const int64_t of_sample = int64_t(t.bands) * t.tiles_across * t.row_blocks;
+  return problem.input.size[0] <= (std::numeric_limits<int>::max() - card.multiprocessors) / of_sample;
+}
+
 ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}}; }
 
 }  // namespace
@@ -359,10 +369,11 @@ ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   ConvTiling& t = plan.tiling;
   set_conv(t, problem);
   set_units(t, problem.input);
-  const Planner planner{
-      columns, parts_of(problem), stage_parts_of(problem), reads_rows(t, problem.input), pools, pool, card};
+  const Planner planner{columns, parts_of(problem), stage_parts_of(problem), pools, pool, card};
   if (!planner.set_tiling(t)) return two_steps("shared memory");
+  if (!counts_items(t, problem, card)) return two_steps("more than 2^31 tiles");
   set_steps(t);
+  t.reads_rows &= has_aligned_rows(problem.input);
   plan.reason = describe(plan);
   return plan;
 }

@@ -1,5 +1,6 @@
 // Decides how a conv's chain runs on a card: by our own conv, and how it is cut, or by PyTorch's conv and
-// then the chain. Nothing here looks at the batch, so that a sample's result does not depend on the others.
+// then the chain. Nothing here looks at the batch, but for one of more than 2^31 tiles, so that a sample's
+// result does not depend on the others.
 #pragma once
 
 #include <string>

@@ -34,6 +34,8 @@ struct ConvProblem {
   float* pooled;       // [N][C][pooled height][pooled width]
 };
 
+static_assert(sizeof(ConvProblem) + sizeof(int) <= 4096, "older drivers take no more parameters of a kernel");
+
 // Of a chunk: its first block of channels, and its first tap.
 struct ChunkPlace {
   int block, kernel_row, kernel_col;
