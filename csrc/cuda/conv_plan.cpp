@@ -39,8 +39,9 @@ ConvSource source_for(const Card& card) {
 // Elements between the first and the last of a sample, with the padding before it. In double, for a size of 1
 // may have any stride.
 double sample_span(const Tensor& tensor, const int64_t (&padding)[2]) {
-  double span = double(tensor.size[1] - 1) * tensor.stride[1];
-  for (int d = 0; d < 2; ++d) span += double(padding[d] + tensor.size[2 + d] - 1) * tensor.stride[2 + d];
+  double span = double(tensor.size[1] - 1) * double(tensor.stride[1]);
+  for (int d = 0; d < 2; ++d)
+    span += double(padding[d] + tensor.size[2 + d] - 1) * double(tensor.stride[2 + d]);
   return span;
 }
 
