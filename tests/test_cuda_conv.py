@@ -389,6 +389,21 @@ def test_bits_for_any_run_batch_size_and_position(
 @direct_only
 @modes
 @conv_rows
+def test_bits_for_any_strides_and_address(run: Runner, row: Row, mode: Mode) -> None:
+    """How pixels are read follows from strides; what is computed, and in which order, does not."""
+    call = draw(row, Case(2, (8, 24), (12, 36), padding=(1, 1), groups=4), mode.dtype)
+    right = run(row, call, mode)
+    memory = torch.full((call.x.numel() + 1,), NAN, dtype=mode.dtype, device="cuda")
+    unaligned = memory[1:].view(call.x.shape).copy_(call.x)
+    cropped = torch.nn.functional.pad(call.x, [0, 1], value=NAN)[..., :-1]
+    for x in (unaligned, cropped, call.x.contiguous(memory_format=torch.channels_last)):
+        y = call_again(row, Call(x, call.weight, call.bias, call.own, call.geometry), mode)
+        assert same_bits(y, right), x.stride()
+
+
+@direct_only
+@modes
+@conv_rows
 def test_bits_on_a_busy_card(run: Runner, row: Row, mode: Mode) -> None:
     """Blocks come in another order where other kernels hold some of the multiprocessors."""
     call = draw(row, BIT_CASES[0], mode.dtype)

@@ -2,8 +2,11 @@
 // memory they need, and in which order they are queued.
 #pragma once
 
-#include "conv_passes.cuh"
+#include "conv_kernel.cuh"
+#include "conv_logsumexp_pass.cuh"
 #include "conv_plan.h"
+#include "conv_pool_pass.cuh"
+#include "conv_store_pass.cuh"
 #include "conv_weights.cuh"
 #include "tensor_pointwise.cuh"
 #include "workspace.cuh"
