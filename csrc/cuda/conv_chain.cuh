@@ -51,8 +51,7 @@ struct ConvChain {
     const auto load_mode = [&](auto source, auto mode) {
       using S = decltype(source);
       using Mode = decltype(mode);
-      cudaFuncAttributes attributes;
-      if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, pack_conv_weights<Mode>);
+      if (status == cudaSuccess) status = load_pack_weights<Mode>();
       if constexpr (kPools) {
         allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, PoolPass<Chain>>));
       } else {
@@ -69,9 +68,7 @@ struct ConvChain {
     };
     load_source(Sm80{});
     load_source(Sm90a{});
-    cudaFuncAttributes attributes;
-    if (status == cudaSuccess && Chain::kNeedsStatistics)
-      status = cudaFuncGetAttributes(&attributes, group_norm_statistics<float>);
+    if (status == cudaSuccess && Chain::kNeedsStatistics) status = load_group_statistics<float, float>();
     if constexpr (kPools) {
       if (status == cudaSuccess) status = load_pointwise<Chain, float>();
     }
@@ -140,8 +137,7 @@ struct ConvChain {
   template <class S, class Mode>
   static cudaError_t launch_passes(const ConvProblem& p, const Problem& problem, const Card& card,
                                    cudaStream_t stream) {
-    pack_conv_weights<Mode><<<p.tiling.row_blocks * kRows, kWarpThreads, 0, stream>>>(p);
-    if (const cudaError_t status = cudaGetLastError()) return status;
+    if (const cudaError_t status = launch_pack_weights<Mode>(p, stream)) return status;
     if constexpr (kPools) {
       if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain>>(p, card, stream)) return status;
       if (const cudaError_t status = launch_norms(p, stream)) return status;

@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include "../core/chain.h"
-#include "../core/moments.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -34,74 +33,17 @@ __device__ void set_norm(Channel<T>& channel, const Norm<T>& norm) {
 }
 
 constexpr int kWarpThreads = 32;
-constexpr int kNormThreads = 128;
 
-// Every lane gets the moments of all lanes, combined in the same tree.
-__device__ inline Moments combine_lanes(Moments moments) {
-#pragma unroll
-  for (int distance = 1; distance < kWarpThreads; distance *= 2) {
-    const Moments other{__shfl_xor_sync(~0u, moments.count, distance),
-                        __shfl_xor_sync(~0u, moments.mean, distance),
-                        __shfl_xor_sync(~0u, moments.m2, distance)};
-    const bool lower = (threadIdx.x & distance) == 0;
-    moments = lower ? combine(moments, other) : combine(other, moments);
-  }
-  return moments;
-}
-
-// A block for each group of each sample. parts is [N][groups][parts_per_group], norms is [N][C].
-template <class T, class P = T>
-__global__ void __launch_bounds__(kNormThreads)
-    group_norm_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t channels, int64_t groups,
-                          int64_t group_channels, Arguments arguments, Norm<T>* norms) {
-  constexpr int kWarps = kNormThreads / kWarpThreads;
-  __shared__ Moments of_warp[kWarps];
-  for (int64_t group = blockIdx.x; group < groups; group += gridDim.x) {
-    // About the mean of the group's first part, which is never empty: no division for each part, and nothing
-    // is lost in double where the parts' means differ by a million deviations.
-    const Part<P>* of_group = parts + group * parts_per_group;
-    const double shift = of_group[0].mean;
-    double count = 0, sum = 0, squares = 0;
-#pragma unroll 4
-    for (int64_t i = threadIdx.x; i < parts_per_group; i += kNormThreads) {
-      const Part<P> part = of_group[i];
-      const double delta = double(part.mean) - shift;
-      count += part.count;
-      sum += part.count * delta;
-      squares += double(part.m2) + part.count * delta * delta;
-    }
-    const double mean = count == 0 ? 0.0 : sum / count;
-    const double m2 = squares - sum * mean;
-    Moments moments = combine_lanes({count, shift + mean, m2 < 0 ? 0.0 : m2});
-    if (threadIdx.x % kWarpThreads == 0) of_warp[threadIdx.x / kWarpThreads] = moments;
-    __syncthreads();
-    moments = of_warp[0];
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) moments = combine(moments, of_warp[w]);
-    const double variance = moments.m2 / moments.count;
-    const double inverse_deviation = 1.0 / sqrt(variance + arguments.eps);
-    for (int64_t i = threadIdx.x; i < group_channels; i += kNormThreads) {
-      Channel<T> channel{};
-      const int64_t c = group * group_channels + i;  // counted through all samples
-      set_norm(channel, arguments, c % channels, moments.mean, inverse_deviation);
-      norms[c] = {channel.mean, channel.norm_scale, channel.norm_shift};
-    }
-    __syncthreads();
-  }
-}
-
-// Queues it for a tensor of N samples, whose groups have so many parts each.
+// Queues the statistics of a tensor of N samples, whose groups have so many parts each: parts is
+// [N][groups][parts_per_group], norms is [N][C].
 template <class T, class P>
 cudaError_t launch_group_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t samples,
                                     int64_t channels, const Arguments& arguments, Norm<T>* norms,
-                                    cudaStream_t stream) {
-  constexpr int64_t kMostBlocks = 1 << 16;
-  const int64_t groups = samples * arguments.num_groups;
-  const int blocks = int(groups < kMostBlocks ? groups : kMostBlocks);
-  group_norm_statistics<T, P><<<blocks, kNormThreads, 0, stream>>>(
-      parts, parts_per_group, channels, groups, channels / arguments.num_groups, arguments, norms);
-  return cudaGetLastError();
-}
+                                    cudaStream_t stream);
+
+// Loads its kernel onto the current device.
+template <class T, class P>
+cudaError_t load_group_statistics();
 
 // The same for parts of channels: parts is [N][C][parts_per_channel].
 template <class T>

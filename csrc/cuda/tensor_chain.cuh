@@ -77,8 +77,7 @@ class TensorRun {
     }
     if constexpr (!kNeedsPieces) return cudaSuccess;
     if constexpr (kNeedsStatistics) {
-      if (const cudaError_t status = cudaFuncGetAttributes(&attributes, group_norm_statistics<T, double>))
-        return status;
+      if (const cudaError_t status = load_group_statistics<T, double>()) return status;
     }
     return cudaFuncSetAttribute(tensor_chain<Chain, In>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 shared_bytes);
