@@ -44,9 +44,8 @@ constexpr int kThreadQuads = cuda::kMostChunkUnits / (kQuadUnits * kFillThreads)
 
 // Where a quad is: the same in every stage, so found once, and kept in few registers.
 struct QuadPlace {
-  int number;  // in the stage
-  uint32_t
-      pixel;  // row and column of its first pixel, from the tile's, 16 bits each; kNone where there is none
+  int number;       // in the stage
+  uint32_t pixel;   // its first one's row and column, from the tile's, 16 bits each; or kNone
   uint32_t input;   // bytes from the tile's first pixel and channel
   uint32_t pixels;  // bytes from the start of the stage's pixels
 

@@ -112,6 +112,17 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
   }
 }
 
+// The operands in a stage, from a column of the tile.
+template <class Mode>
+__device__ Operands operands_of(const ConvTiling& t, const SharedLayout& s, int stage, int column) {
+  return {shared_address(s.weights) + (t.weights_stay ? 0 : stage) * Mode::kParts * t.weights_bytes,
+          shared_address(s.pixels) + stage * kStageParts<Mode> * t.pixels_bytes + column * kUnitBytes,
+          uint32_t(t.weights_bytes),
+          uint32_t(t.pixels_bytes),
+          t.step,
+          t.half_steps / 2};
+}
+
 // The tensor cores cut sums off, which adds up: after so many steps their sums are added up outside, rounded.
 constexpr int kMostSumSteps = 8;
 
@@ -162,14 +173,8 @@ __device__ void consume_tiles(const ConvProblem& p, const SharedLayout& s, int i
             chunk > 0 && found < exponent ? power_of_two(max(found - exponent, -kMostExponent)) : 1;
         if (found != kNonFinite) exponent = found;
         if (rescale != 1 && !folds) multiply_all(d, rescale);
-        Operands operands{
-            shared_address(s.weights) + (t.weights_stay ? 0 : ring.stage) * Mode::kParts * t.weights_bytes,
-            shared_address(s.pixels) + ring.stage * kStageParts<Mode> * t.pixels_bytes +
-                half * kColumns * kUnitBytes,
-            uint32_t(t.weights_bytes),
-            uint32_t(t.pixels_bytes),
-            t.step,
-            folds ? kMostSumSteps : steps};
+        Operands operands = operands_of<Mode>(t, s, ring.stage, half * kColumns);
+        if (folds) operands.steps = kMostSumSteps;
         int left = steps;
         do {
           operands.steps = min(operands.steps, left);

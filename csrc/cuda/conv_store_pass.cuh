@@ -1,6 +1,8 @@
 // The pass that stores every value of a chain.
 #pragma once
 
+#include <type_traits>
+
 #include "conv_pass.cuh"
 #include "vector_access.cuh"
 
@@ -26,10 +28,11 @@ class StorePass : public PassBase {
       const float y = Chain::value(d[i], channel);
       d[i] = Chain::Final::value(y, y, channel);
     }
-    if (p_.output.dtype == DType::kFloat32) {
+    using In = typename Mode::In;
+    if (std::is_same_v<In, float> || p_.output.dtype == DType::kFloat32) {
       store<kColumns, float>(tile, rows, d);
     } else {
-      store<kColumns, typename Mode::In>(tile, rows, d);
+      store<kColumns, In>(tile, rows, d);
     }
   }
 
@@ -91,8 +94,8 @@ class StorePass : public PassBase {
     const bool pairs = col_stride == 1 && row_stride % 2 == 0 && channel_stride % 2 == 0 &&
                        tile.cols % 2 == 0 && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Out)) == 0 &&
                        rows.channel(1) < t.out_channels;
-    if (pairs &&
-        t.pitch % kColumns == 0) {  // a thread's columns lie in one row: the usual case, and the fastest
+    if (pairs && t.pitch % kColumns == 0) {
+      // A thread's columns lie in one row: the usual case, and the fastest.
       const int slot = t.by_pitch.divide(half_of_thread() * kColumns);
       const int start = slot * t.stack * row_stride + half_of_thread() * kColumns - slot * t.pitch;
 #pragma unroll
