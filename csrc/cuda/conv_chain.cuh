@@ -83,26 +83,13 @@ struct ConvChain {
   static std::pair<ConvProblem, size_t> conv_problem(const Problem& problem, const ConvPlan& plan,
                                                      void* base) {
     const ConvTiling& t = plan.tiling;
-    ConvProblem p{problem.input,
-                  problem.conv->weight,
-                  problem.output,
-                  problem.conv->bias,
-                  problem.arguments,
-                  t,
-                  int(problem.input.size[0]),
-                  nullptr,
-                  nullptr,
-                  nullptr,
-                  nullptr,
-                  nullptr,
-                  nullptr,
-                  nullptr,
-                  nullptr};
+    ConvProblem p{problem.input,      problem.conv->weight, problem.output,
+                  problem.conv->bias, problem.arguments,    t};
     const bool aligned = reinterpret_cast<uintptr_t>(problem.input.data) % kVectorBytes == 0;
     p.tiling.reads_vectors &= aligned;
     p.tiling.reads_rows &= aligned;
     Workspace workspace(base);
-    const int64_t channels = int64_t(p.samples) * t.out_channels;
+    const int64_t channels = problem.input.size[0] * t.out_channels;
     const int64_t packed_bytes = int64_t(2) * t.weights_bytes * t.chunks * t.row_blocks;
     p.packed = workspace.take<uint4>(packed_bytes / kUnitBytes);
     p.exponents = workspace.take<int>(t.row_blocks * kRows);
@@ -159,15 +146,16 @@ struct ConvChain {
   }
 
   static cudaError_t launch_norms(const ConvProblem& p, cudaStream_t stream) {
-    return launch_statistics<float>(p.parts, parts_per_channel(p.tiling), p.samples, p.tiling.out_channels,
-                                    p.arguments, p.norms, stream);
+    return launch_statistics<float>(p.parts, parts_per_channel(p.tiling), p.input.size[0],
+                                    p.tiling.out_channels, p.arguments, p.norms, stream);
   }
 
   // Persistent blocks, one a multiprocessor.
   template <class S, class Mode, class Pass>
   static cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t stream) {
     const ConvTiling& t = p.tiling;
-    const int items = p.samples * t.bands * t.tiles_across * (Pass::kAllRowBlocks ? 1 : t.row_blocks);
+    const int items =
+        int(p.input.size[0]) * t.bands * t.tiles_across * (Pass::kAllRowBlocks ? 1 : t.row_blocks);
     const int blocks = items < card.multiprocessors ? items : card.multiprocessors;
     conv_kernel<S, Mode, Pass><<<blocks, kConvThreads, t.shared_bytes, stream>>>(p, items);
     return cudaGetLastError();

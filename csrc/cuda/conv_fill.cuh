@@ -56,7 +56,7 @@ struct QuadPlace {
   __device__ int col() const { return pixel & 0xffff; }
 
   template <class In>
-  __device__ void set(const ConvProblem& p, In, int quad) {
+  __device__ void set(const ConvProblem& p, int quad) {
     const ConvTiling& t = p.tiling;
     number = quad;
     const int unit = quad * kQuadUnits;
@@ -76,7 +76,7 @@ struct QuadPlace {
 template <class In>
 __device__ void set_places(const ConvProblem& p, QuadPlace (&place)[kThreadQuads]) {
 #pragma unroll
-  for (int k = 0; k < kThreadQuads; ++k) place[k].set(p, In(), filler() + k * kFillThreads);
+  for (int k = 0; k < kThreadQuads; ++k) place[k].template set<In>(p, filler() + k * kFillThreads);
 }
 
 // Piece i of a quad in a stage that is not laid out yet: neighbouring threads' are neighbours.

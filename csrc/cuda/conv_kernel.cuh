@@ -72,7 +72,7 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
 
   int exponent;
   int known_rows = -1;
-  bool are_wide;
+  bool are_wide = false;
   const auto finish = [&](int stage, int chunk, int turn, int row_block) {
     if (chunk == 0) exponent = kMostExponent;
     if (Mode::kScales && row_block != known_rows) {
@@ -80,7 +80,7 @@ __device__ void fill_stages(const ConvProblem& p, const SharedLayout& s, int ite
       are_wide = has_wide_rows(p, row_block);
     }
     bool loses = false;
-    if (Mode::kScales && __builtin_expect(are_wide, false))
+    if (__builtin_expect(are_wide, false))
       loses = loses_digits<In>(
           p, stage_pixels(stage), exponent, p.shares + int64_t(row_block) * kRows * t.in_channels,
           ChunkPlace(t, chunk).block * t.unit_channels, kBarrier, s.head->channel_magnitude);

@@ -54,17 +54,14 @@ class LogSumExpPass : public PassBase {
 
   __device__ void write(const Tile& tile, int column, int stacked, float x) {
     const ConvTiling& t = p_.tiling;
-    const int row = column / t.pitch * t.stack + stacked;
-    const int col = column % t.pitch;
+    const int slot = t.by_pitch.divide(column);
+    const int row = slot * t.stack + stacked;
+    const int col = column - slot * t.pitch;
     if (row >= tile.rows || col >= tile.cols) return;
     const int64_t* stride = p_.output.stride;
     const int64_t at = tile.sample * stride[0] + (tile.row + row) * stride[2] + (tile.col + col) * stride[3];
-    const float y = Chain::Final::value(x, x, Channel<float>{});
-    if (p_.output.dtype == DType::kFloat32) {
-      static_cast<float*>(p_.output.data)[at] = y;
-    } else {
-      static_cast<typename Mode::In*>(p_.output.data)[at] = narrow<typename Mode::In>(y);
-    }
+    const Pack<float, 1> y{Chain::Final::value(x, x, Channel<float>{})};
+    OutputMemory<typename Mode::In>(p_.output).store(at, y);
   }
 
   ThreadChannels<kReadChannel<typename Chain::Pre, typename Chain::Post>> channels_;

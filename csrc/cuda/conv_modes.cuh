@@ -4,42 +4,32 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "../core/target.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+// From what tensors hold to so many parts that the tensor cores take, scaled where these have less range.
+template <class Held, class Taken, int kCount>
+struct Operand {
+  using In = Held;
+  using Element = Taken;
+  static constexpr int kParts = kCount;
+  static constexpr bool kScales = !std::is_same_v<In, Element>;
+};
+
 // Float32, exact: x = high + low, both halves, after a scaling by a power of two that brings the largest
 // value of a tile (of a channel, for weights) near the largest half. high * high + low * high + high * low is
 // the product but for 2^-22 of it.
-struct Float32Ieee {
-  using In = float;
-  using Element = __half;
-  static constexpr int kParts = 2;
-  static constexpr bool kScales = true;
-};
+struct Float32Ieee : Operand<float, __half, 2> {};
 
 // Float32 as TF32, which has a half's mantissa: the first of these products.
-struct Float32Tf32 {
-  using In = float;
-  using Element = __half;
-  static constexpr int kParts = 1;
-  static constexpr bool kScales = true;
-};
+struct Float32Tf32 : Operand<float, __half, 1> {};
 
-struct BFloat16 {
-  using In = __nv_bfloat16;
-  using Element = __nv_bfloat16;
-  static constexpr int kParts = 1;
-  static constexpr bool kScales = false;
-};
-
-struct Float16 {
-  using In = __half;
-  using Element = __half;
-  static constexpr int kParts = 1;
-  static constexpr bool kScales = false;
-};
+struct BFloat16 : Operand<__nv_bfloat16, __nv_bfloat16, 1> {};
+struct Float16 : Operand<__half, __half, 1> {};
 
 // Parts of the size of an operand's that a stage's pixels take: those, or what is copied there at first.
 template <class Mode>

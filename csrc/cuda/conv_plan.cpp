@@ -163,11 +163,14 @@ struct TileSize {
   double used;  // of the columns of the products
 };
 
-// Units of one block of channels: the rows that a tile of some rows of shared memory reads.
-int plane_units(const ConvTiling& t, int rows, int pitch) {
+// Rows of shared memory that a tile of some of them reads, of each remainder modulo stack.
+int phase_rows(const ConvTiling& t, int rows) {
   const int last_tap = t.stack - 1 + (t.kernel_rows - 1) * t.dilation[0];
-  return t.stack * (rows + last_tap / t.stack) * pitch;
+  return rows + last_tap / t.stack;
 }
+
+// Units of one block of channels.
+int plane_units(const ConvTiling& t, int phase_rows, int pitch) { return t.stack * phase_rows * pitch; }
 
 TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multiple) {
   TileSize size;
@@ -176,7 +179,7 @@ TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multip
   const int halo = t.lead + (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
   size.pitch = round_up(size.cols + halo, 8);  // 8 columns of a product lie in one row
   size.rows = size.cols > columns ? 0 : 1 + (columns - size.cols) / size.pitch;
-  while (size.rows > 0 && plane_units(t, size.rows, size.pitch) > kMostChunkUnits) --size.rows;
+  while (size.rows > 0 && plane_units(t, phase_rows(t, size.rows), size.pitch) > kMostChunkUnits) --size.rows;
   if (size.rows > 0) {
     const int down = ceil_div(ceil_div(t.out_size[0], t.stack), size.rows);
     size.rows = ceil_div(ceil_div(t.out_size[0], t.stack), down);  // all of nearly the same size
@@ -222,8 +225,7 @@ bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2], bool few_windo
 
 void set_taps(ConvTiling& t) {
   const std::set<int> rows = tap_rows(t, t.stack);
-  const int tile_phase_rows = ceil_div(t.tile_rows, t.stack);
-  t.phase_rows = tile_phase_rows + *rows.rbegin() / t.stack;
+  t.phase_rows = phase_rows(t, ceil_div(t.tile_rows, t.stack));
   // In the order of their addresses: from one half step to the next is always forward.
   t.tap_rows = 0;
   for (int row : rows) t.tap_row[t.tap_rows++] = row;
@@ -233,20 +235,19 @@ void set_taps(ConvTiling& t) {
 // What is in shared memory; false if it does not fit.
 bool set_memory(ConvTiling& t, int columns, int parts, int stage_parts, bool pools, const int64_t pool[2],
                 const Card& card) {
-  const int plane_units = t.stack * t.phase_rows * t.pitch;
+  t.plane_units = plane_units(t, t.phase_rows, t.pitch);
   int furthest = 0;  // unit where the columns of a product start
   for (int i = 0; i < t.tap_rows; ++i) furthest = std::max(furthest, row_slot(t, t.tap_row[i]) * t.pitch);
   furthest += t.lead + (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
-  t.plane = std::max(plane_units, furthest + columns);
-  t.plane_units = plane_units;
-  t.by_plane_units = divisor(plane_units);
+  t.plane = std::max(t.plane_units, furthest + columns);
+  t.by_plane_units = divisor(t.plane_units);
   t.by_pitch = divisor(t.pitch);
   t.by_phase_rows = divisor(t.phase_rows);
   t.staging_bytes = kRows * (columns + kStagingPadding) * int(sizeof(float));
   const int windows_across = t.tile_cols / int(pool[1]);
   t.carry_bytes = 0;
-  if (pools) {  // a sign for each channel and, if windows reach into further sub-tiles, what is known
-                // of them
+  if (pools) {
+    // A sign for each channel and, if windows reach into further sub-tiles, what is known of them.
     const int carried = t.sub_tiles > 1 ? t.stack_channels * windows_across : 0;
     t.carry_bytes = round_up((kRows + carried) * int(sizeof(float)), kUnitBytes);
   }
@@ -254,7 +255,7 @@ bool set_memory(ConvTiling& t, int columns, int parts, int stage_parts, bool poo
 
   const int units_per_block = t.tap_rows * t.tap_groups;
   for (int blocks = t.blocks; blocks >= 1; --blocks) {
-    if (t.blocks % blocks != 0 || blocks * plane_units > kMostChunkUnits) continue;
+    if (t.blocks % blocks != 0 || blocks * t.plane_units > kMostChunkUnits) continue;
     if (blocks * t.unit_channels > kMostChunkChannels) continue;
     if (blocks > 1 && t.in_channels % kUnitElements != 0) continue;  // the last block is not a whole one
     t.blocks_per_chunk = blocks;

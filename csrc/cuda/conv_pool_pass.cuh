@@ -31,7 +31,7 @@ class PoolPass : public PassBase {
     for (int i = 0; i < kColumns / 2; ++i) d[i] = Chain::Pre::value(d[i], d[i], channels_.channel[i / 2 % 2]);
     write_moments<kColumns>(p_, tile, rows, d);
     // Even windows take pairs, which a thread has itself.
-    const bool pairs = p_.arguments.pool[1] % 2 == 0;
+    const bool pairs = p_.tiling.by_pool[1].value % 2 == 0;
     const int pitch = (2 * kColumns + cuda::kStagingPadding) / (pairs ? 2 : 1);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -102,9 +102,6 @@ class PoolPass : public PassBase {
   }
 
   // Channels that a warp pools: every kWarps-th.
-  static constexpr int kWarps = kGroupThreads / kWarpThreads;
-  static constexpr int kWarpChannels = kRows / kWarps;
-
   template <class Visit>
   __device__ void for_each_channel(const Visit& visit) const {
 #pragma unroll

@@ -22,16 +22,15 @@ struct ConvProblem {
   Parameter conv_bias;
   Arguments arguments;
   ConvTiling tiling;
-  int samples;
   // Workspace.
-  uint4* packed;       // weights as conv_weights.cuh packs them
-  int* exponents;      // [row_blocks * kRows], of the weights' scales
-  float* row_bias;     // [row_blocks * kRows], the conv's
-  int* shares;         // [row_blocks * kRows][in_channels], exponents: of the largest weight, or kNoShare
-  int* is_wide;        // [row_blocks * kRows], whether shares are less than 2^-kExactBits
-  Part<float>* parts;  // [N][C][parts of a channel]
-  Norm<float>* norms;  // [N][C]
-  float* pooled;       // [N][C][pooled height][pooled width]
+  uint4* packed = nullptr;    // weights as conv_weights.cu packs them
+  int* exponents = nullptr;   // [row_blocks * kRows], of the weights' scales
+  float* row_bias = nullptr;  // [row_blocks * kRows], the conv's
+  int* shares = nullptr;   // [row_blocks * kRows][in_channels], exponents: of the largest weight, or kNoShare
+  int* is_wide = nullptr;  // [row_blocks * kRows], whether shares are less than 2^-kExactBits
+  Part<float>* parts = nullptr;  // [N][C][parts of a channel]
+  Norm<float>* norms = nullptr;  // [N][C]
+  float* pooled = nullptr;       // [N][C][pooled height][pooled width]
 };
 
 static_assert(sizeof(ConvProblem) + sizeof(int) <= 4096, "older drivers take no more parameters of a kernel");

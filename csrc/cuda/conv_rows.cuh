@@ -136,8 +136,9 @@ __device__ void recompute(const ConvProblem& p, const Tile& tile, const ThreadRo
     const int column = half_of_thread() * kColumns + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
     const bool is_first = i / 2 % 2 == 0;
     const int channel = rows.channel(is_first ? 0 : 1);
-    const int row = column / t.pitch * t.stack + rows.stacked(t);
-    const int col = column % t.pitch;
+    const int slot = t.by_pitch.divide(column);
+    const int row = slot * t.stack + rows.stacked(t);
+    const int col = column - slot * t.pitch;
     if (row < tile.rows && col < tile.cols && channel < t.out_channels) {
       own[i * kGroupThreads] =
           conv_at<typename Mode::In>(p, tile.sample, channel, tile.row + row, tile.col + col) +

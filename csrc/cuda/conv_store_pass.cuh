@@ -152,7 +152,6 @@ class StorePass : public PassBase {
   template <class Out>
   __device__ void bulk_copy_runs(const Out* from, int pitch, Out* to, int64_t stride, int channels,
                                  int bytes) {
-    constexpr int kWarpChannels = kRows / (kGroupThreads / kWarpThreads);
     const int c = warp() * kWarpChannels + lane();
     if (lane() >= kWarpChannels || c >= channels) return;
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + c * stride),

@@ -23,7 +23,7 @@ __device__ inline Moments combine_lanes(Moments moments) {
 }
 
 // A block for each group of each sample. parts is [N][groups][parts_per_group], norms is [N][C].
-template <class T, class P = T>
+template <class T, class P>
 __global__ void __launch_bounds__(kNormThreads)
     group_norm_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t channels, int64_t groups,
                           int64_t group_channels, Arguments arguments, Norm<T>* norms) {

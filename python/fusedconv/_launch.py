@@ -82,9 +82,8 @@ def _on_cuda(launch: _C.Launch, device: int, workspace_bytes: int) -> Start:
     empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
 
     def start(pointers: list[int], output: int) -> None:
-        workspace = empty.new_empty(
-            workspace_bytes
-        )  # freed on return: only later work of this stream gets it
+        # Freed on return: only later work of this stream gets it.
+        workspace = empty.new_empty(workspace_bytes)
         launch.on_cuda(pointers, output, workspace.data_ptr(), current_stream(device))
 
     return start
