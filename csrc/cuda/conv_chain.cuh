@@ -4,10 +4,10 @@
 
 #include "conv_kernel.cuh"
 #include "conv_logsumexp_pass.cuh"
+#include "conv_pack.cuh"
 #include "conv_plan.h"
 #include "conv_pool_pass.cuh"
 #include "conv_store_pass.cuh"
-#include "conv_weights.cuh"
 #include "tensor_pointwise.cuh"
 #include "workspace.cuh"
 
@@ -51,7 +51,7 @@ struct ConvChain {
     const auto load_mode = [&](auto source, auto mode) {
       using S = decltype(source);
       using Mode = decltype(mode);
-      if (status == cudaSuccess) status = load_pack_weights<Mode>();
+      if (status == cudaSuccess) status = load_pack<Mode>();
       if constexpr (kPools) {
         allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, PoolPass<Chain>>));
       } else {
@@ -85,17 +85,19 @@ struct ConvChain {
     const ConvTiling& t = plan.tiling;
     ConvProblem p{problem.input,      problem.conv->weight, problem.output,
                   problem.conv->bias, problem.arguments,    t};
-    const bool aligned = reinterpret_cast<uintptr_t>(problem.input.data) % kVectorBytes == 0;
-    p.tiling.reads_vectors &= aligned;
-    p.tiling.reads_rows &= aligned;
+    p.tiling.reads_vectors &= reinterpret_cast<uintptr_t>(problem.input.data) % kVectorBytes == 0;
     Workspace workspace(base);
     const int64_t channels = problem.input.size[0] * t.out_channels;
-    const int64_t packed_bytes = int64_t(2) * t.weights_bytes * t.chunks * t.row_blocks;
-    p.packed = workspace.take<uint4>(packed_bytes / kUnitBytes);
-    p.exponents = workspace.take<int>(t.row_blocks * kRows);
+    const int64_t panels = problem.input.size[0] * panels_per_sample(t);
+    p.weights =
+        workspace.take<uint4>(int64_t(plan.parts) * t.row_blocks * t.chunks * t.weights_bytes / kUnitBytes);
+    p.weight_exponents = workspace.take<int>(t.row_blocks * kRows);
     p.row_bias = workspace.take<float>(t.row_blocks * kRows);
     p.shares = workspace.take<int>(int64_t(t.row_blocks) * kRows * t.in_channels);
     p.is_wide = workspace.take<int>(t.row_blocks * kRows);
+    p.pixels = workspace.take<uint4>(plan.parts * panels * t.chunks * chunk_units(t));
+    p.pixel_exponents = workspace.take<int>(panels);
+    p.magnitudes = workspace.take<unsigned>(panels * t.in_channels);
     if (Chain::kNeedsStatistics) {
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
       p.norms = workspace.take<Norm<float>>(channels);
@@ -124,7 +126,7 @@ struct ConvChain {
   template <class S, class Mode>
   static cudaError_t launch_passes(const ConvProblem& p, const Problem& problem, const Card& card,
                                    cudaStream_t stream) {
-    if (const cudaError_t status = launch_pack_weights<Mode>(p, stream)) return status;
+    if (const cudaError_t status = launch_pack<Mode>(p, stream)) return status;
     if constexpr (kPools) {
       if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain>>(p, card, stream)) return status;
       if (const cudaError_t status = launch_norms(p, stream)) return status;

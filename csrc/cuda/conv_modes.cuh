@@ -21,8 +21,8 @@ struct Operand {
 };
 
 // Float32, exact: x = high + low, both halves, after a scaling by a power of two that brings the largest
-// value of a tile (of a channel, for weights) near the largest half. high * high + low * high + high * low is
-// the product but for 2^-22 of it.
+// value of a panel (of a channel, for weights) near the largest half. high * high + low * high + high * low
+// is the product but for 2^-22 of it.
 struct Float32Ieee : Operand<float, __half, 2> {};
 
 // Float32 as TF32, which has a half's mantissa: the first of these products.
@@ -30,10 +30,6 @@ struct Float32Tf32 : Operand<float, __half, 1> {};
 
 struct BFloat16 : Operand<__nv_bfloat16, __nv_bfloat16, 1> {};
 struct Float16 : Operand<__half, __half, 1> {};
-
-// Parts of the size of an operand's that a stage's pixels take: those, or what is copied there at first.
-template <class Mode>
-constexpr int kStageParts = int(sizeof(typename Mode::In) / sizeof(typename Mode::Element));
 
 // The largest magnitude is scaled into [2^14, 2^15): under the largest half, 65504.
 constexpr int kScaledExponent = 14;

@@ -11,16 +11,16 @@ namespace cuda {
 namespace {
 
 constexpr int kMostKernel = 7;
-constexpr int kMostChannels = 256;  // of the output
-constexpr int kMostStack = 4;       // the 16 rows of a warp belong to one row of the output
-constexpr int kConsumers = 2;
-constexpr int kRowVector = 4;                     // pixels
-constexpr int kFewStages = 2;                     // with fewer, loads and products do not overlap
+constexpr int kMostChannels = 256;                // of the output
+constexpr int kMostInputChannels = 8192;          // whose magnitudes stand in shared memory
+constexpr int kMostStack = 4;                     // the 16 rows of a warp belong to one row of the output
+constexpr int kGroups = 2;                        // of threads
+constexpr int kMostTapChunks = 9;                 // each has panels of its own
 constexpr int64_t kMostReach = int64_t(1) << 15;  // of a kernel: a plane of a tile's units has 32 bits
 constexpr int64_t kMostSide = int64_t(1) << 28;   // of the padded input: so have pixels and windows
 // Byte offsets within a sample have 32 bits. They are counted from a tile's first pixel, which may be so far
-// outside of the map as the padding and the lead are wide.
-constexpr int64_t kMostSampleElements = (int64_t(1) << 30) - kRowVector;
+// outside of the map as the padding is wide.
+constexpr int64_t kMostSampleElements = int64_t(1) << 30;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 int round_up(int a, int b) { return ceil_div(a, b) * b; }
@@ -54,6 +54,7 @@ std::string reason_against(const Problem& problem) {
   if (conv.stride[0] != 1 || conv.stride[1] != 1) return "stride";
   if (weight.size[2] > kMostKernel || weight.size[3] > kMostKernel) return "kernel larger than 7";
   if (weight.size[0] > kMostChannels) return "more than 256 output channels";
+  if (weight.size[1] > kMostInputChannels) return "more than 8192 input channels";
   for (int d = 0; d < 2; ++d) {
     if (conv.dilation[d] * (weight.size[2 + d] - 1) > kMostReach) return "dilation";
     if (problem.input.size[2 + d] + 2 * conv.padding[d] > kMostSide) return "padding";
@@ -65,12 +66,9 @@ std::string reason_against(const Problem& problem) {
   return "";
 }
 
-// Of the operands' parts, and of what a stage's pixels take: before they are split they are copied there.
 int parts_of(const Problem& problem) {
   return problem.input.dtype == DType::kFloat32 && !problem.conv->tf32 ? 2 : 1;
 }
-
-int stage_parts_of(const Problem& problem) { return problem.input.dtype == DType::kFloat32 ? 2 : 1; }
 
 void set_conv(ConvTiling& t, const Problem& problem) {
   const Conv& conv = *problem.conv;
@@ -85,17 +83,11 @@ void set_conv(ConvTiling& t, const Problem& problem) {
   }
 }
 
-// Whether the 8 channels of a unit are whole vectors, aligned if the first one is.
+// Whether the 8 channels of a unit are whole vectors, aligned if the first one is. Tiles, and with them a
+// result's bits, do not depend on it.
 bool reads_vectors(const ConvTiling& t, const Tensor& input) {
   bool aligned = t.unit_taps == 1 && t.in_channels % kUnitElements == 0 && input.stride[1] == 1;
   for (int d : {0, 2, 3}) aligned &= input.stride[d] % kUnitElements == 0;
-  return aligned;
-}
-
-// Whether four pixels of a row are a vector where their column is a multiple of four.
-bool has_aligned_rows(const Tensor& input) {
-  bool aligned = input.stride[3] == 1;
-  for (int d : {0, 1, 2}) aligned &= input.stride[d] % kRowVector == 0;
   return aligned;
 }
 
@@ -122,16 +114,6 @@ void set_chunk_taps(ConvTiling& t, int cuts) {
   t.tap_groups = ceil_div(groups, across);
   t.by_chunks_down = divisor(ceil_div(t.kernel[0], t.kernel_rows));
   t.by_chunks_across = divisor(ceil_div(groups, t.tap_groups));
-}
-
-// Rows may be read by vectors if their tiles' first columns are multiples of a vector in all chunks. Whether
-// the input's strides allow it does not count here: tiles, and with them a result's bits, follow from sizes
-// only.
-void set_lead(ConvTiling& t) {
-  const bool shifts = t.by_chunks_across.value > 1;
-  t.reads_rows = t.unit_taps == 1 && t.in_size[1] % kRowVector == 0 &&
-                 (!shifts || t.tap_groups * t.unit_taps * t.dilation[1] % kRowVector == 0);
-  t.lead = t.reads_rows ? (kRowVector - t.padding[1] % kRowVector) % kRowVector : 0;
 }
 
 int most_cuts(const ConvTiling& t) { return t.kernel[0] + groups_of_row(t) - 2; }
@@ -169,17 +151,13 @@ int phase_rows(const ConvTiling& t, int rows) {
   return rows + last_tap / t.stack;
 }
 
-// Units of one block of channels.
-int plane_units(const ConvTiling& t, int phase_rows, int pitch) { return t.stack * phase_rows * pitch; }
-
 TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multiple) {
   TileSize size;
   size.cols = round_up(ceil_div(t.out_size[1], across), cols_multiple);
   size.across = ceil_div(t.out_size[1], size.cols);
-  const int halo = t.lead + (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
+  const int halo = (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
   size.pitch = round_up(size.cols + halo, 8);  // 8 columns of a product lie in one row
   size.rows = size.cols > columns ? 0 : 1 + (columns - size.cols) / size.pitch;
-  while (size.rows > 0 && plane_units(t, phase_rows(t, size.rows), size.pitch) > kMostChunkUnits) --size.rows;
   if (size.rows > 0) {
     const int down = ceil_div(ceil_div(t.out_size[0], t.stack), size.rows);
     size.rows = ceil_div(ceil_div(t.out_size[0], t.stack), down);  // all of nearly the same size
@@ -195,7 +173,7 @@ bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2], bool few_windo
   const int width = int(pool[1]);
   const int most_windows = std::max(1, columns / std::max(8, width));
   const int least_across = ceil_div(t.out_size[1], few_windows ? most_windows * width : columns);
-  const int cols_multiple = std::lcm(t.reads_rows ? kRowVector : 2, width);
+  const int cols_multiple = std::lcm(2, width);
   TileSize best{};
   for (int across = least_across; across <= least_across + 7; ++across) {
     const TileSize size = tile_size(t, columns, across, across == 1 ? 1 : cols_multiple);
@@ -208,11 +186,13 @@ bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2], bool few_windo
   const int most_tile_rows = best.rows * t.stack;
   const int window = int(pool[0]);
   if (window <= most_tile_rows) {
-    t.tile_rows = t.band_rows = most_tile_rows / window * window;
+    const int whole_stacks = std::lcm(window, t.stack);  // then panels may have many bands
+    const int step = whole_stacks <= most_tile_rows ? whole_stacks : window;
+    t.tile_rows = t.band_rows = most_tile_rows / step * step;
     t.sub_tiles = 1;
   } else {
     t.sub_tiles = ceil_div(window, most_tile_rows);
-    t.tile_rows = ceil_div(window, t.sub_tiles);
+    t.tile_rows = round_up(ceil_div(window, t.sub_tiles), t.stack);
     t.sub_tiles = ceil_div(window, t.tile_rows);
     t.band_rows = window;
   }
@@ -233,16 +213,13 @@ void set_taps(ConvTiling& t) {
 }
 
 // What is in shared memory; false if it does not fit.
-bool set_memory(ConvTiling& t, int columns, int parts, int stage_parts, bool pools, const int64_t pool[2],
-                const Card& card) {
-  t.plane_units = plane_units(t, t.phase_rows, t.pitch);
-  int furthest = 0;  // unit where the columns of a product start
-  for (int i = 0; i < t.tap_rows; ++i) furthest = std::max(furthest, row_slot(t, t.tap_row[i]) * t.pitch);
-  furthest += t.lead + (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
-  t.plane = std::max(t.plane_units, furthest + columns);
-  t.by_plane_units = divisor(t.plane_units);
-  t.by_pitch = divisor(t.pitch);
-  t.by_phase_rows = divisor(t.phase_rows);
+bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t pool[2], const Card& card) {
+  int64_t furthest = 0;  // unit where the columns of a product start
+  for (int i = 0; i < t.tap_rows; ++i) furthest = std::max(furthest, int64_t(row_slot(t, t.tap_row[i])) * t.pitch);
+  furthest += (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
+  const int64_t plane = std::max(int64_t(t.stack) * t.phase_rows * t.pitch, furthest + columns);
+  if (plane > card.shared_bytes / kUnitBytes) return false;
+  t.plane = int(plane);
   t.staging_bytes = kRows * (columns + kStagingPadding) * int(sizeof(float));
   const int windows_across = t.tile_cols / int(pool[1]);
   t.carry_bytes = 0;
@@ -251,12 +228,11 @@ bool set_memory(ConvTiling& t, int columns, int parts, int stage_parts, bool poo
     const int carried = t.sub_tiles > 1 ? t.stack_channels * windows_across : 0;
     t.carry_bytes = round_up((kRows + carried) * int(sizeof(float)), kUnitBytes);
   }
-  const int fixed = kSharedHeadBytes + kConsumers * (t.staging_bytes + t.carry_bytes);
+  const int fixed = kSharedHeadBytes + kGroups * (t.staging_bytes + t.carry_bytes);
 
   const int units_per_block = t.tap_rows * t.tap_groups;
   for (int blocks = t.blocks; blocks >= 1; --blocks) {
-    if (t.blocks % blocks != 0 || blocks * t.plane_units > kMostChunkUnits) continue;
-    if (blocks * t.unit_channels > kMostChunkChannels) continue;
+    if (t.blocks % blocks != 0 || blocks > card.shared_bytes / kUnitBytes / t.plane) continue;
     if (blocks > 1 && t.in_channels % kUnitElements != 0) continue;  // the last block is not a whole one
     t.blocks_per_chunk = blocks;
     t.chunks = t.blocks / blocks * t.by_chunks_down.value * t.by_chunks_across.value;
@@ -265,16 +241,41 @@ bool set_memory(ConvTiling& t, int columns, int parts, int stage_parts, bool poo
     t.pixels_bytes = blocks * t.plane * kUnitBytes;
     t.weights_stay = t.chunks * t.row_blocks == 1;
     const int weights = parts * t.weights_bytes;
-    const int stage = stage_parts * t.pixels_bytes + (t.weights_stay ? 0 : weights);
+    const int stage = parts * t.pixels_bytes + (t.weights_stay ? 0 : weights);
     const int left = card.shared_bytes - fixed - (t.weights_stay ? weights : 0);
-    t.stages = std::min(kMostStages, left / stage);
-    const bool fits = left > 0 && t.stages >= kFewStages;
-    if (fits && t.half_steps / 2 <= kMostSteps && stage_parts * t.pixels_bytes / kUnitBytes < 1 << 14) {
-      t.shared_bytes = fixed + (t.weights_stay ? weights : 0) + t.stages * stage;
+    t.stages = left > 0 ? std::min(kMostStages, left / (kGroups * stage)) : 0;
+    if (t.stages > 0 && t.half_steps / 2 <= kMostSteps && parts * t.pixels_bytes / kUnitBytes < 1 << 14) {
+      t.shared_bytes = fixed + (t.weights_stay ? weights : 0) + kGroups * t.stages * stage;
       return true;
     }
   }
   return false;
+}
+
+// As many bands as make a panel of the size that is wanted, all panels of nearly the same one.
+void set_panels(ConvTiling& t) {
+  const auto set_bands = [&](int bands) {
+    const int rows = (bands - 1) * t.band_rows + t.sub_tiles * t.tile_rows;
+    t.panel_bands = bands;
+    t.panel_phase_rows = phase_rows(t, ceil_div(rows, t.stack));
+    t.panel_units = t.stack * t.panel_phase_rows * t.pitch;
+  };
+  int most = 1;
+  if (t.band_rows % t.stack == 0) {  // a tile starts where its first row of a stack does
+    for (; most < t.bands; ++most) {
+      set_bands(most + 1);
+      if (int64_t(t.chunks) * t.blocks_per_chunk * t.panel_units > kPanelUnits) break;
+    }
+  }
+  t.panels_down = ceil_div(t.bands, most);
+  set_bands(ceil_div(t.bands, t.panels_down));
+  t.panels_down = ceil_div(t.bands, t.panel_bands);
+  t.by_pitch = divisor(t.pitch);
+  t.by_panel_bands = divisor(t.panel_bands);
+  t.by_panel_phase_rows = divisor(t.panel_phase_rows);
+  t.by_panel_warps = divisor(ceil_div(t.panel_units, 32));
+  t.by_blocks_per_chunk = divisor(t.blocks_per_chunk);
+  t.by_panels_down = divisor(t.panels_down);
 }
 
 // Once all else is known.
@@ -284,7 +285,7 @@ void set_steps(ConvTiling& t) {
     half_step = std::min(half_step, t.blocks_per_chunk * units_per_block - 1);
     const int tap = half_step % units_per_block;
     return uint32_t(half_step / units_per_block * t.plane +
-                    row_slot(t, t.tap_row[tap / t.tap_groups]) * t.pitch + t.lead +
+                    row_slot(t, t.tap_row[tap / t.tap_groups]) * t.pitch +
                     tap % t.tap_groups * t.unit_taps * t.dilation[1]);
   };
   for (int s = 0; s < t.half_steps / 2; ++s)
@@ -297,8 +298,8 @@ std::string describe(const ConvPlan& plan) {
   return std::string("direct, ") + (plan.source == ConvSource::kSm90a ? "sm_90a" : "sm_80") + ", tiles of " +
          number(t.tile_rows) + " x " + number(t.tile_cols) + " pixels, " + number(t.stack) +
          " rows stacked, " + number(t.chunks) + " chunks of " + number(t.blocks_per_chunk * t.unit_channels) +
-         " channels and " + number(t.kernel_rows) + " rows of taps, " + number(t.stages) + " stages, " +
-         number(t.shared_bytes) + " bytes of shared memory";
+         " channels and " + number(t.kernel_rows) + " rows of taps, " + number(kGroups * t.stages) +
+         " stages, " + number(t.shared_bytes) + " bytes of shared memory";
 }
 
 // What there is to choose where not everything fits.
@@ -310,25 +311,25 @@ struct Choice {
 // How a sample's work compares with that of other choices: in units of pixels to load.
 double work(const ConvTiling& t, int parts) {
   constexpr double kHalfStepUnits = 16;  // about what is loaded while one product of a half step is made
-  const double loads = t.blocks_per_chunk * t.plane_units;
+  const double loads = t.blocks_per_chunk * t.plane;
   const double products = t.half_steps * kHalfStepUnits * (parts == 2 ? 3 : 1);
   return std::max(loads, products) * t.chunks * t.bands * t.sub_tiles * t.tiles_across;
 }
 
 // A plan for one problem on one card, in the making.
 struct Planner {
-  int columns, parts, stage_parts;
+  int columns, parts;
   bool pools;
   const int64_t* pool;
   const Card& card;
 
   bool fits(ConvTiling& t, const Choice& choice) const {
     set_chunk_taps(t, choice.cuts);
-    set_lead(t);
+    if (t.by_chunks_down.value * t.by_chunks_across.value > kMostTapChunks) return false;
     set_stack(t, choice.most_stack);
     if (!set_tiles(t, columns, pool, choice.few_windows)) return false;
     set_taps(t);
-    return set_memory(t, columns, parts, stage_parts, pools, pool, card);
+    return set_memory(t, columns, parts, pools, pool, card);
   }
 
   // All of the kernel in each chunk and as many stacked rows as are of use; if that does not fit, what is the
@@ -350,20 +351,22 @@ struct Planner {
   }
 };
 
-// Of the whole batch, which a launch counts in ints, each block of a multiprocessor a step beyond the last.
+// Of the whole batch, which a launch counts in ints: blocks that pack, and items, whose count groups of threads
+// exceed by a few steps of all multiprocessors.
 bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card) {
   const int64_t of_sample = int64_t(t.bands) * t.tiles_across * t.row_blocks;
-  return problem.input.size[0] <= (std::numeric_limits<int>::max() - card.multiprocessors) / of_sample;
+  const int64_t most = std::numeric_limits<int>::max() - 2 * kGroups * card.multiprocessors - kMostChannels;
+  return problem.input.size[0] <= most / of_sample;
 }
 
-ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}}; }
+ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}, 0}; }
 
 }  // namespace
 
 ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   const std::string reason = reason_against(problem);
   if (!reason.empty()) return two_steps(reason);
-  ConvPlan plan{source_for(card), "", {}};
+  ConvPlan plan{source_for(card), "", {}, parts_of(problem)};
   if (plan.source == ConvSource::kNone) return two_steps("no kernels of a conv for this card");
   const int columns = plan.source == ConvSource::kSm90a ? 256 : 128;  // as the kernels' products have
   const int64_t no_pool[2] = {1, 1};
@@ -371,11 +374,11 @@ ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
   ConvTiling& t = plan.tiling;
   set_conv(t, problem);
   set_units(t, problem.input);
-  const Planner planner{columns, parts_of(problem), stage_parts_of(problem), pools, pool, card};
+  const Planner planner{columns, plan.parts, pools, pool, card};
   if (!planner.set_tiling(t)) return two_steps("shared memory");
   if (!counts_items(t, problem, card)) return two_steps("more than 2^31 tiles");
+  set_panels(t);
   set_steps(t);
-  t.reads_rows &= has_aligned_rows(problem.input);
   plan.reason = describe(plan);
   return plan;
 }

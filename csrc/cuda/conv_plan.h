@@ -18,6 +18,7 @@ struct ConvPlan {
   ConvSource source;   // kNone: two steps
   std::string reason;  // for the log
   ConvTiling tiling;
+  int parts;  // of the operands: see conv_modes.cuh
 };
 
 // pools: whether the chain has a pool, whose windows tiles follow.

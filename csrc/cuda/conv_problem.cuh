@@ -23,17 +23,30 @@ struct ConvProblem {
   Arguments arguments;
   ConvTiling tiling;
   // Workspace.
-  uint4* packed = nullptr;    // weights as conv_weights.cu packs them
-  int* exponents = nullptr;   // [row_blocks * kRows], of the weights' scales
-  float* row_bias = nullptr;  // [row_blocks * kRows], the conv's
+  uint4* weights = nullptr;         // as conv_pack_weights.cuh packs them
+  int* weight_exponents = nullptr;  // [row_blocks * kRows], of their scales
+  float* row_bias = nullptr;        // [row_blocks * kRows], the conv's
   int* shares = nullptr;   // [row_blocks * kRows][in_channels], exponents: of the largest weight, or kNoShare
   int* is_wide = nullptr;  // [row_blocks * kRows], whether shares are less than 2^-kExactBits
-  Part<float>* parts = nullptr;  // [N][C][parts of a channel]
-  Norm<float>* norms = nullptr;  // [N][C]
-  float* pooled = nullptr;       // [N][C][pooled height][pooled width]
+  uint4* pixels = nullptr;         // as conv_pack_pixels.cuh packs them
+  int* pixel_exponents = nullptr;  // [panels], of their scales
+  unsigned* magnitudes = nullptr;  // [panels][in_channels], bits of the largest ones
+  Part<float>* parts = nullptr;    // [N][C][parts of a channel]
+  Norm<float>* norms = nullptr;    // [N][C]
+  float* pooled = nullptr;         // [N][C][pooled height][pooled width]
 };
 
 static_assert(sizeof(ConvProblem) + sizeof(int) <= 4096, "older drivers take no more parameters of a kernel");
+
+// Panels: [N][panels_down][tiles_across].
+__host__ __device__ inline int panels_per_sample(const ConvTiling& t) {
+  return t.panels_down * t.tiles_across;
+}
+
+// Units of a chunk of a panel in one part.
+__host__ __device__ inline int64_t chunk_units(const ConvTiling& t) {
+  return int64_t(t.blocks_per_chunk) * t.panel_units;
+}
 
 // Of a chunk: its first block of channels, and its first tap.
 struct ChunkPlace {
@@ -48,13 +61,11 @@ struct ChunkPlace {
   }
 };
 
-// Two groups of eight warps multiply and finish tiles, in turns; four warps fill the stages. Of a tile's
-// columns the first four warps of a group have the first half.
+// Two groups of eight warps. Of a tile's columns the first four warps of a group have the first half.
 constexpr int kHalfThreads = 128;
 constexpr int kGroupThreads = 2 * kHalfThreads;
-constexpr int kConsumers = 2;
-constexpr int kFillThreads = 128;
-constexpr int kConvThreads = kConsumers * kGroupThreads + kFillThreads;
+constexpr int kGroups = 2;
+constexpr int kConvThreads = kGroups * kGroupThreads;
 
 // A tile's parts: one for each row of the stack and half of the columns.
 __host__ __device__ inline int parts_per_channel(const ConvTiling& t) {

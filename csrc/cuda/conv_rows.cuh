@@ -63,6 +63,7 @@ struct ThreadRows {
   int exponent[2];    // of the weights' scale
   float bias[2];      // of the conv
   bool are_finite;    // the weights of the whole block of rows
+  bool are_wide;      // some row of it has weights of very different size
   PixelMask pixels;   // of the tile
 
   __device__ int channel(int k) const { return first_channel + 8 * k; }
@@ -73,14 +74,16 @@ struct ThreadRows {
     const ConvTiling& t = p.tiling;
     row_block = block;
     first_channel = row_block * kRows + (row_of_thread() & (t.stack_channels - 1));
-    const int* exponents = p.exponents + row_block * kRows;
+    const int* exponents = p.weight_exponents + row_block * kRows;
+    const int* is_wide = p.is_wide + row_block * kRows;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int m = row_of_thread() + 8 * k;
       exponent[k] = exponents[m];
       bias[k] = p.row_bias[row_block * kRows + m];
     }
-    const int lane = threadIdx.x % kWarpThreads;
+    const int lane = lane_of_thread();
+    are_wide = __any_sync(~0u, (is_wide[lane] | is_wide[lane + kWarpThreads]) != 0);
     are_finite =
         __all_sync(~0u, exponents[lane] != kNonFinite && exponents[lane + kWarpThreads] != kNonFinite);
   }
@@ -101,6 +104,29 @@ __device__ void for_each_block(const ConvTiling& t, const Visit& visit) {
       ++row;
     }
   }
+}
+
+// Whether the largest products of one of a thread's rows are much smaller than the panel's largest pixel
+// times the largest weight, so that the panel's one scale would cost their pixels digits. That takes weights
+// of very different size between channels, which is rare, and pixels to match. exponent: of the panel's
+// scale.
+__device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
+                                    int exponent) {
+  const int channels = p.tiling.in_channels;
+  const unsigned* magnitude = p.magnitudes + tile.panel * channels;
+  bool loses = false;
+  // No loop is unrolled: what is rare must not take registers and instruction cache from what is not.
+#pragma unroll 1
+  for (int k = 0; k < 2; ++k) {
+    const int* share = p.shares + int64_t(rows.row_block * kRows + row_of_thread() + 8 * k) * channels;
+    int largest = kNoShare;
+#pragma unroll 1
+    for (int c = 0; c < channels; ++c)
+      if (magnitude[c] != 0 && share[c] != kNoShare)
+        largest = max(largest, exponent_of(magnitude[c]) + share[c]);
+    loses |= largest != kNoShare && largest + exponent < kScaledExponent - kExactBits;
+  }
+  return loses;
 }
 
 // The conv at one pixel in plain arithmetic, where infinities and NaN mean what they mean in PyTorch.
@@ -149,12 +175,6 @@ __device__ void recompute(const ConvProblem& p, const Tile& tile, const ThreadRo
   for (int i = 0; i < kColumns / 2; ++i) d[i] = own[i * kGroupThreads];
 }
 
-template <int kCount>
-__device__ void multiply_all(float (&d)[kCount], float factor) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) d[i] *= factor;
-}
-
 // From accumulators to the conv's output: undoes the scales, adds the bias.
 template <class Mode, int kCount>
 __device__ void unscale(float (&d)[kCount], const ThreadRows& rows, int exponent) {
@@ -179,19 +199,19 @@ __device__ void unscale(float (&d)[kCount], const ThreadRows& rows, int exponent
   }
 }
 
-// Adds what is in memory, brought to the accumulators' scale, to them, and leaves the sums there as well.
+// Adds what is in memory to the accumulators, and leaves the sums there as well.
 template <int kColumns>
-__device__ void fold(float (&d)[kColumns / 2], uint8_t* staging, float rescale, bool is_first) {
+__device__ void fold(float (&d)[kColumns / 2], uint8_t* staging, bool is_first) {
   float4* sums = reinterpret_cast<float4*>(staging) + threadIdx.x % kGroupThreads;
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {
     float4& sum = sums[i * kGroupThreads];
     float* part = d + 4 * i;
     if (!is_first) {
-      part[0] = fmaf(sum.x, rescale, part[0]);
-      part[1] = fmaf(sum.y, rescale, part[1]);
-      part[2] = fmaf(sum.z, rescale, part[2]);
-      part[3] = fmaf(sum.w, rescale, part[3]);
+      part[0] += sum.x;
+      part[1] += sum.y;
+      part[2] += sum.z;
+      part[3] += sum.w;
     }
     sum = {part[0], part[1], part[2], part[3]};
   }

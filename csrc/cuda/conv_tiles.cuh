@@ -1,4 +1,4 @@
-// Which tiles a block has, and the order in which its stages are filled and used.
+// Which tiles a block has, and the order in which they are.
 #pragma once
 
 #include "conv_problem.cuh"
@@ -15,6 +15,8 @@ struct Tile {
   int row, col;  // of the output
   int rows, cols;
   int sub_tile;
+  int64_t panel;
+  int panel_row;  // where the tile starts, in rows of each remainder modulo stack
 };
 
 // An item: a band of rows and columns of one sample, with one block of rows, or with all of them.
@@ -52,6 +54,9 @@ __device__ inline Tile tile_at(const ConvTiling& t, const Item& item, int row_bl
   tile.part = (item.band * t.tiles_across + item.across) * t.sub_tiles + sub_tile;
   tile.row = item.band * t.band_rows + sub_tile * t.tile_rows;
   tile.col = item.across * t.tile_cols;
+  const int panel_down = t.by_panel_bands.divide(item.band);
+  tile.panel = (item.sample * t.panels_down + panel_down) * t.tiles_across + item.across;
+  tile.panel_row = (tile.row - panel_down * t.panel_bands * t.band_rows) * t.stack_channels / kRows;
   const int band_end = min(t.out_size[0], (item.band + 1) * t.band_rows);
   // ptxas of CUDA 13.0 joins max(0, min(a, b)) and a later comparison with b, and takes b for the result
   // where it is the larger one. It does not see through a shuffle.
@@ -60,39 +65,13 @@ __device__ inline Tile tile_at(const ConvTiling& t, const Item& item, int row_bl
   return tile;
 }
 
-// Calls visit(tile) for the tiles of an item in the order in which stages are filled and used.
-template <bool kAllRowBlocks, class Visit>
-__device__ void for_each_tile(const ConvTiling& t, const Item& item, const Visit& visit) {
-  const int row_blocks = kAllRowBlocks ? t.row_blocks : 1;
-  for (int b = 0; b < row_blocks; ++b) {
-    for (int s = 0; s < t.sub_tiles; ++s) visit(tile_at(t, item, kAllRowBlocks ? b : item.row_block, s));
-  }
-}
-
-// Where a role is in the ring of stages. Both roles go through all stages in the same order.
-struct Ring {
-  int stages;
-  int stage = 0;
-  uint32_t round = 0;
-
-  __device__ explicit Ring(int count) : stages(count) {}
-  __device__ void next() {
-    if (++stage == stages) {
-      stage = 0;
-      ++round;
-    }
-  }
-};
-
-// The stages of a block in the order in which they are filled and used: see for_each_tile.
+// The tiles of a group of threads, in their order. Groups of a block take turns at its items.
 template <bool kAllRowBlocks>
-struct StageCursor {
+struct TileCursor {
   int item;
-  int row_block = 0, sub_tile = 0, chunk = 0;
-  int turn = 0;  // the group that uses it
-  Ring ring;
+  int row_block = 0, sub_tile = 0;  // row_block: where an item has all of them
 
-  __device__ explicit StageCursor(const ConvTiling& t) : item(blockIdx.x), ring(t.stages) {}
+  __device__ explicit TileCursor(int group) : item(blockIdx.x + group * gridDim.x) {}
 
   __device__ Tile tile(const ConvTiling& t) const {
     const Item of_tile = item_at<kAllRowBlocks>(t, item);
@@ -100,15 +79,24 @@ struct StageCursor {
   }
 
   __device__ void next(const ConvTiling& t) {
-    ring.next();
-    if (++chunk < t.chunks) return;
-    chunk = 0;
     if (++sub_tile < t.sub_tiles) return;
     sub_tile = 0;
     if (kAllRowBlocks && ++row_block < t.row_blocks) return;
     row_block = 0;
-    item += gridDim.x;
-    turn ^= 1;
+    item += kGroups * gridDim.x;
+  }
+};
+
+// Where a group is in its ring of stages.
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;  // of the round
+
+  __device__ void next(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
   }
 };
 

@@ -6,6 +6,9 @@
 // rows: so the operand of a filter tap is the same memory, some units further on, and nothing is ever copied
 // for a tap. The columns between the end of one row of the tile and the start of the next are waste.
 //
+// The input is packed that way before, padding and all, in panels: the rows that some tiles one below the
+// other read. A tile's rows of a panel are runs of memory.
+//
 // - Where there are few input channels, a unit holds some taps of each: unit x has pixels x, x + dilation,
 // ... .
 // - Where the taps of a kernel do not all fit, or the pixels that they read, a chunk has some of them, as
@@ -26,11 +29,10 @@ constexpr int kUnitElements = 8;
 constexpr int kUnitBytes = 16;
 constexpr int kRows = 64;  // of one product
 constexpr int kMostTapRows = 16;
-constexpr int kMostStages = 4;
-constexpr int kMostChunkUnits = 1024;  // of pixels
-constexpr int kMostChunkChannels = 256;
-constexpr int kSharedHeadBytes = 2048;  // barriers and what goes with them
-constexpr int kMostSteps = 448;         // of a chunk; they are a kernel's parameters, of 4 KB in all
+constexpr int kMostStages = 2;         // of a group
+constexpr int kPanelUnits = 4096;      // about so many, of pixels: enough that their halo is little
+constexpr int kSharedHeadBytes = 128;  // barriers
+constexpr int kMostSteps = 448;        // of a chunk; they are a kernel's parameters, of 4 KB in all
 // Of a row of the staging memory of a tile, beyond its columns: so neighbouring rows do not meet in the same
 // banks.
 constexpr int kStagingPadding = 8;
@@ -72,8 +74,6 @@ struct ConvTiling {
   int unit_channels;  // 8, or 4, 2, 1: then a unit holds unit_taps = 8 / unit_channels taps
   int unit_taps;
   bool reads_vectors;  // a unit's values are whole vectors of the input
-  bool reads_rows;     // four pixels of a row are a vector of the input
-  int lead;            // units before a tile's first pixel, for vectors to be aligned
   int kernel_rows;     // whose taps a chunk has
   int tap_groups;      // along a row of the kernel, in a chunk
   int tap_rows;
@@ -99,15 +99,21 @@ struct ConvTiling {
   Divisor by_pool[2];       // the window's sizes
   Divisor by_bands, by_tiles_across, by_row_blocks;
 
+  // Panels, in units of one block of channels. Each has its own scale.
+  int panel_bands;
+  int panel_phase_rows;  // rows for each remainder modulo stack
+  int panel_units;
+  int panels_down;  // in a sample
+  Divisor by_pitch, by_panel_bands, by_panel_phase_rows;
+  Divisor by_panel_warps, by_blocks_per_chunk, by_panels_down;  // a warp packs 32 units
+
   // Shared memory, in bytes but for plane.
-  Divisor by_pitch, by_phase_rows, by_plane_units;
-  int plane_units;    // of one block of channels
-  int plane;          // the same, and what products read beyond
+  int plane;          // units of one block of channels, and what products read beyond
   int pixels_bytes;   // of one part of the pixels of a stage
   int weights_bytes;  // of one part of the weights of a chunk
   bool weights_stay;  // one copy serves all stages
-  int stages;
-  int staging_bytes;  // of one group of consumers
+  int stages;         // of one group of threads
+  int staging_bytes;  // of one group
   int carry_bytes;
   int shared_bytes;
 };

@@ -13,7 +13,7 @@ template <class Chain, bool kHasConv>
 struct RunChain {
   static cuda::ConvPlan plan(const Problem& problem, const Card& card) {
     if constexpr (kHasConv) return ConvChain<Chain>::plan(problem, card);
-    return {ConvSource::kNone, "", {}};
+    return {ConvSource::kNone, "", {}, 0};
   }
 
   static size_t workspace(const Problem& problem, const cuda::ConvPlan& plan, const Card& card) {

@@ -34,6 +34,8 @@ __device__ void set_norm(Channel<T>& channel, const Norm<T>& norm) {
 
 constexpr int kWarpThreads = 32;
 
+__device__ inline int lane_of_thread() { return threadIdx.x % kWarpThreads; }
+
 // Queues the statistics of a tensor of N samples, whose groups have so many parts each: parts is
 // [N][groups][parts_per_group], norms is [N][C].
 template <class T, class P>

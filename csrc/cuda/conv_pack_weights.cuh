@@ -1,11 +1,14 @@
-// One kernel for all chains: in a file of its own, so that it is compiled once.
-#include "conv_weights.cuh"
+// Packs a conv's weights as the left operand of its products: for each block of 64 rows, chunk, part and half
+// step, 64 units of 8 values. Zeros stand where a row has no tap. The bias goes with them, row by row, in
+// float, and what tells whether one scale for all pixels of a panel will do: see loses_digits().
+#pragma once
 
 #include "../core/parameter.h"
+#include "conv_modes.cuh"
+#include "conv_problem.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
-namespace {
 
 // The weight that row m of a block of rows has at one value of a unit along the sum.
 template <class Mode>
@@ -52,41 +55,41 @@ __device__ int describe_row(const ConvProblem& p, int row, int out_channel) {
   const bool exists = out_channel < t.out_channels;
   int* share = p.shares + int64_t(row) * t.in_channels;
   unsigned most = 0;
-  for (int c = threadIdx.x; c < t.in_channels; c += kWarpThreads) {
+  for (int c = lane_of_thread(); c < t.in_channels; c += kWarpThreads) {
     const unsigned magnitude = exists ? channel_magnitude<Mode>(p, out_channel, c) : 0;
     share[c] = magnitude == 0 ? kNoShare : exponent_of(magnitude);
     most = max(most, magnitude);
   }
   most = __reduce_max_sync(~0u, most);
   int least = 0;
-  for (int c = threadIdx.x; c < t.in_channels; c += kWarpThreads) {
+  for (int c = lane_of_thread(); c < t.in_channels; c += kWarpThreads) {
     if (share[c] != kNoShare) share[c] -= exponent_of(most);
     least = min(least, share[c]);
   }
   const bool is_wide = most != 0 && __any_sync(~0u, least < -kExactBits);
   const int exponent = Mode::kScales ? scale_exponent(most) : 0;
-  if (threadIdx.x == 0) {
-    p.exponents[row] = most < kInfinityBits ? exponent : kNonFinite;
+  if (lane_of_thread() == 0) {
+    p.weight_exponents[row] = most < kInfinityBits ? exponent : kNonFinite;
     p.row_bias[row] = exists ? value_of<float>(p.conv_bias, out_channel) : 0.0f;
     p.is_wide[row] = Mode::kScales && is_wide;
   }
   return exponent;
 }
 
-// A warp for each row of each block of rows.
+// By a warp: one row of a block of rows, in all chunks.
 template <class Mode>
-__global__ void __launch_bounds__(kWarpThreads) pack_conv_weights(const __grid_constant__ ConvProblem p) {
+__device__ void pack_weights(const ConvProblem& p, int row) {
   using Element = typename Mode::Element;
   const ConvTiling& t = p.tiling;
-  const int row_block = blockIdx.x / kRows;
-  const int m = blockIdx.x % kRows;
+  const int row_block = row / kRows;
+  const int m = row % kRows;
   const int values = t.half_steps * kUnitElements;
-  const int exponent = describe_row<Mode>(p, blockIdx.x, row_block * kRows + m % t.stack_channels);
+  const int exponent = describe_row<Mode>(p, row, row_block * kRows + m % t.stack_channels);
   const float scale = power_of_two(exponent);
   for (int chunk = 0; chunk < t.chunks; ++chunk) {
-    Element* to = reinterpret_cast<Element*>(p.packed) +
+    Element* to = reinterpret_cast<Element*>(p.weights) +
                   (row_block * t.chunks + chunk) * int64_t(Mode::kParts * values * kRows) + m * kUnitElements;
-    for (int i = threadIdx.x; i < values; i += kWarpThreads) {
+    for (int i = lane_of_thread(); i < values; i += kWarpThreads) {
       float w = weight_at<Mode>(p, row_block, m, chunk, i / kUnitElements, i % kUnitElements) * scale;
       Element* unit = to + i / kUnitElements * (kRows * kUnitElements) + i % kUnitElements;
 #pragma unroll
@@ -98,29 +101,6 @@ __global__ void __launch_bounds__(kWarpThreads) pack_conv_weights(const __grid_c
     }
   }
 }
-
-}  // namespace
-
-template <class Mode>
-cudaError_t launch_pack_weights(const ConvProblem& p, cudaStream_t stream) {
-  pack_conv_weights<Mode><<<p.tiling.row_blocks * kRows, kWarpThreads, 0, stream>>>(p);
-  return cudaGetLastError();
-}
-
-template <class Mode>
-cudaError_t load_pack_weights() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, pack_conv_weights<Mode>);
-}
-
-#define FUSEDCONV_PACK(Mode)                                                        \
-  template cudaError_t launch_pack_weights<Mode>(const ConvProblem&, cudaStream_t); \
-  template cudaError_t load_pack_weights<Mode>();
-
-FUSEDCONV_PACK(Float32Ieee)
-FUSEDCONV_PACK(Float32Tf32)
-FUSEDCONV_PACK(BFloat16)
-FUSEDCONV_PACK(Float16)
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

@@ -1,0 +1,51 @@
+// Copies of whole units from global to shared memory by a warp, which does not wait for them: those who use
+// them wait at a barrier. By the copy engine, or by asynchronous loads where there is none.
+#pragma once
+
+#include "barriers.cuh"
+#include "conv_problem.cuh"
+#include "vector_access.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+class UnitCopies {
+ public:
+#if __CUDA_ARCH__ >= 900
+  static constexpr int kArrivals = 1;  // at the barrier, in each round
+
+  // All lanes make the same calls. bytes: of all copies together.
+  __device__ UnitCopies(uint64_t* barrier, int bytes) : barrier_(shared_address(barrier)) {
+    if (lane_of_thread() == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier_), "r"(bytes)
+                   : "memory");
+  }
+  __device__ void copy(void* to, const uint4* from, int units) const {
+    if (lane_of_thread() == 0)
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+              shared_address(to)),
+          "l"(from), "r"(units * kUnitBytes), "r"(barrier_)
+          : "memory");
+  }
+  __device__ void end() const {}
+#else
+  static constexpr int kArrivals = kWarpThreads;
+
+  __device__ UnitCopies(uint64_t* barrier, int) : barrier_(shared_address(barrier)) {}
+  __device__ void copy(void* to, const uint4* from, int units) const {
+    for (int i = lane_of_thread(); i < units; i += kWarpThreads)
+      __pipeline_memcpy_async(static_cast<uint4*>(to) + i, from + i, kUnitBytes);
+  }
+  // Each lane arrives once its own copies have.
+  __device__ void end() const {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier_) : "memory");
+  }
+#endif
+
+ private:
+  const uint32_t barrier_;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,52 @@
+// One kernel for all chains: in a file of its own, so that it is compiled once.
+#include "conv_pack.cuh"
+
+#include "conv_pack_pixels.cuh"
+#include "conv_pack_weights.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+namespace {
+
+// The first blocks pack weights, a warp a row; each of the others packs a panel.
+template <class Mode>
+__global__ void __launch_bounds__(kPackThreads, kPackBlocks)
+    pack_conv_operands(const __grid_constant__ ConvProblem p, int weight_blocks) {
+  extern __shared__ unsigned magnitudes[];
+  const int block = blockIdx.x;
+  if (block < weight_blocks) {
+    pack_weights<Mode>(p, block * kPackWarps + pack_warp());
+  } else {
+    pack_panel<Mode>(p, block - weight_blocks, magnitudes);
+  }
+}
+
+}  // namespace
+
+template <class Mode>
+cudaError_t launch_pack(const ConvProblem& p, cudaStream_t stream) {
+  const ConvTiling& t = p.tiling;
+  const int weight_blocks = t.row_blocks * kRows / kPackWarps;
+  const int blocks = weight_blocks + int(p.input.size[0]) * panels_per_sample(t);
+  const size_t shared_bytes = t.in_channels * sizeof(unsigned);
+  pack_conv_operands<Mode><<<blocks, kPackThreads, shared_bytes, stream>>>(p, weight_blocks);
+  return cudaGetLastError();
+}
+
+template <class Mode>
+cudaError_t load_pack() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, pack_conv_operands<Mode>);
+}
+
+#define FUSEDCONV_PACK(Mode)                                                \
+  template cudaError_t launch_pack<Mode>(const ConvProblem&, cudaStream_t); \
+  template cudaError_t load_pack<Mode>();
+
+FUSEDCONV_PACK(Float32Ieee)
+FUSEDCONV_PACK(Float32Tf32)
+FUSEDCONV_PACK(BFloat16)
+FUSEDCONV_PACK(Float16)
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
