@@ -16,6 +16,7 @@ struct SharedHead {
   uint64_t weights;  // has arrived, where they stay
   uint64_t full[kGroups][cuda::kMostStages];
   uint64_t empty[kGroups][cuda::kMostStages];
+  Tile tile[kGroups][cuda::kMostStages];
 };
 
 static_assert(sizeof(SharedHead) <= cuda::kSharedHeadBytes);
@@ -24,6 +25,7 @@ struct SharedLayout {
   SharedHead* head;
   uint64_t* full;  // barriers of the group's stages
   uint64_t* empty;
+  Tile* tile;  // of the group's stages
   uint8_t* weights;
   uint8_t* pixels;
   uint8_t* staging;
@@ -38,6 +40,7 @@ __device__ SharedLayout shared_layout(const ConvTiling& t, uint8_t* shared, int 
   s.head = reinterpret_cast<SharedHead*>(shared);
   s.full = s.head->full[group];
   s.empty = s.head->empty[group];
+  s.tile = s.head->tile[group];
   uint8_t* end = shared + cuda::kSharedHeadBytes;
   const auto take = [&](int bytes, bool shares = false) {
     uint8_t* const start = end;
@@ -106,6 +109,7 @@ class StageFiller {
     const int weights_bytes = t.weights_stay ? 0 : Mode::kParts * t.weights_bytes;
     const int pixels_bytes =
         Mode::kParts * t.blocks_per_chunk * t.stack * t.phase_rows * t.pitch * kUnitBytes;
+    if (lane_of_thread() == 0) s_.tile[stage] = tile;
     const UnitCopies copies(&s_.full[stage], weights_bytes + pixels_bytes);
     if (!t.weights_stay)
       copy_weights<Mode>(p_, tile.row_block, chunk_, copies, s_.weights + stage * weights_bytes);
@@ -134,11 +138,26 @@ __device__ Operands operands_of(const ConvTiling& t, const SharedLayout& s, int 
           uint32_t(t.weights_bytes),
           uint32_t(t.pixels_bytes),
           t.step,
-          t.half_steps / 2};
+          0};
 }
 
-// The tensor cores cut sums off, which adds up: after so many steps their sums are added up outside, rounded.
-constexpr int kMostSumSteps = 8;
+// Adds the products of a chunk to accumulators; sums: memory to add them up in, or null.
+template <class SourceOfTiles, class Mode>
+__device__ void add_chunk(float (&d)[SourceOfTiles::kColumns / 2], Operands operands, int steps,
+                          bool is_first, uint8_t* sums) {
+  for (int left = steps; left > 0; left -= kMostSumSteps) {
+    operands.steps = min(left, kMostSumSteps);
+    if (Mode::kParts == 2 || is_first) {
+      SourceOfTiles::template add<Mode, true>(d, operands);
+    } else {
+      SourceOfTiles::template add<Mode, false>(d, operands);
+    }
+    if (Mode::kParts == 2 && sums != nullptr) fold<SourceOfTiles::kColumns>(d, sums, is_first);
+    is_first = false;
+    operands.weights += kMostSumSteps * 2 * kHalfStepBytes;
+    operands.offsets += kMostSumSteps;
+  }
+}
 
 template <class SourceOfTiles, class Mode, class Pass>
 __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group, int items) {
@@ -154,55 +173,43 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
   Ring ring;
   ThreadRows rows;
   const PixelMask whole = pixel_mask<kColumns>(t, rows.stacked(t), t.tile_rows, t.tile_cols);
-  const int steps = t.half_steps / 2;
   if (t.weights_stay) wait(&s.head->weights, 0);
-  for (TileCursor<Pass::kAllRowBlocks> cursor(group); cursor.item < items; cursor.next(t)) {
-    const Tile tile = cursor.tile(t);
-    const bool is_whole = tile.rows == t.tile_rows && tile.cols == t.tile_cols;
+  for (int left = count_tiles<Pass::kAllRowBlocks>(t, group, items); left > 0; --left) {
+    wait(&s.full[ring.stage], ring.parity);
+    const Tile tile = s.tile[ring.stage];
     if (tile.row_block != rows.row_block) {
       rows.load(p, tile.row_block);
       pass.set_rows(rows);
     }
+    const bool is_whole = tile.rows == t.tile_rows && tile.cols == t.tile_cols;
     rows.pixels = is_whole ? whole : pixel_mask<kColumns>(t, rows.stacked(t), tile.rows, tile.cols);
     pass.prepare(tile, rows);
     const int exponent = p.pixel_exponents[tile.panel];
-    bool finite = rows.are_finite && exponent != kNonFinite;
-    if (rows.are_wide)
-      finite &= !any_of_threads(group + 1, kGroupThreads, loses_digits(p, tile, rows, exponent));
     float d[kColumns / 2];
-    // wgmma is told that these are zeros all the same: else ptxas serialises it (C7515), and without them
-    // it keeps the last tile's values alive.
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) d[i] = 0;
-    const bool folds = Mode::kParts == 2 && t.chunks * steps > kMostSumSteps;
+    const int steps = t.half_steps / 2;
+    const bool folds = Mode::kParts == 2 && (t.chunks > 1 || steps > kMostSumSteps);
     if (folds) pass.before_staging();
-    bool is_first = true;
-    for (int chunk = 0; chunk < t.chunks; ++chunk, ring.next(t.stages)) {
-      wait(&s.full[ring.stage], ring.parity);
-      Operands operands = operands_of<Mode>(t, s, ring.stage, half * kColumns);
-      if (folds) operands.steps = kMostSumSteps;
-      int left = steps;
-      do {
-        operands.steps = min(operands.steps, left);
-        SourceOfTiles::template add<Mode>(d, operands, folds || is_first);
-        left -= operands.steps;
-        if (folds) fold<kColumns>(d, s.staging, is_first);
-        is_first = false;
-        operands.weights += operands.steps * 2 * kHalfStepBytes;
-        operands.offsets += operands.steps;
-      } while (left > 0);
+    for (int chunk = 0; chunk < t.chunks; ++chunk) {
+      if (chunk > 0) wait(&s.full[ring.stage], ring.parity);
+      add_chunk<SourceOfTiles, Mode>(d, operands_of<Mode>(t, s, ring.stage, half * kColumns), steps,
+                                     chunk == 0, folds ? s.staging : nullptr);
       __syncwarp();
       if (lane_of_thread() == 0) arrive(&s.empty[ring.stage]);
       if (fills) filler.next();
+      ring.next(t.stages);
     }
+    bool finite = rows.are_finite && exponent != kNonFinite;
+    if (rows.are_wide)
+      finite &= !any_of_threads(group + 1, kGroupThreads, loses_digits(p, tile, rows, exponent));
     pass.before_staging();
+    Scaling scaling;
     if (finite) {
-      unscale<Mode>(d, rows, exponent);
+      scaling = scaling_of<Mode>(d, rows, exponent);
     } else {
       recompute<Mode, kColumns>(p, tile, rows, d, reinterpret_cast<float*>(s.staging));
       sync_threads(group + 1, kGroupThreads);  // the pass writes where other threads' values were
     }
-    pass.template finish<kColumns>(tile, rows, d);
+    pass.template finish<kColumns>(tile, rows, d, scaling);
   }
   pass.end();
 }

@@ -20,7 +20,9 @@ class LogSumExpPass : public PassBase {
   }
 
   template <int kColumns>
-  __device__ void finish(const Tile& tile, const ThreadRows&, float (&d)[kColumns / 2]) {
+  __device__ void finish(const Tile& tile, const ThreadRows&, float (&d)[kColumns / 2],
+                         const Scaling& scaling) {
+    unscale(d, scaling);
     constexpr int kPitch = 2 * kColumns + cuda::kStagingPadding;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {

@@ -10,14 +10,14 @@ namespace {
 
 // The first blocks pack weights, a warp a row; each of the others packs a panel.
 template <class Mode>
-__global__ void __launch_bounds__(kPackThreads, kPackBlocks)
+__global__ void __launch_bounds__(kPackThreads, 2)
     pack_conv_operands(const __grid_constant__ ConvProblem p, int weight_blocks) {
   extern __shared__ unsigned magnitudes[];
   const int block = blockIdx.x;
   if (block < weight_blocks) {
     pack_weights<Mode>(p, block * kPackWarps + pack_warp());
   } else {
-    pack_panel<Mode>(p, block - weight_blocks, magnitudes);
+    PanelPacker<Mode>(p, block - weight_blocks, magnitudes).pack();
   }
 }
 

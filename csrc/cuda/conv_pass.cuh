@@ -30,6 +30,18 @@ struct ThreadChannels {
   }
 };
 
+// Puts Pre(v) in place of accumulators, where there is anything to do: else they stay as they are, to be
+// scaled when they are fewer.
+template <class Pre, bool kReads, int kCount>
+__device__ void apply(float (&d)[kCount], const ThreadChannels<kReads>& channels, Scaling& scaling) {
+  if constexpr (!std::is_same_v<Pre, Sequence<>>) {
+    unscale(d, scaling);
+    scaling = {};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) d[i] = Pre::value(d[i], d[i], channels.channel[i / 2 % 2]);
+  }
+}
+
 // What passes share: the memory of their group of threads, and its barrier.
 class PassBase {
  public:
@@ -75,56 +87,90 @@ __device__ T sum_of_four(T x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Calls visit(k, column, x) for the pixels of a thread's two rows of accumulators: k the row, column 0 or 1
-// in turns.
-template <int kColumns, class Mask, class Visit>
-__device__ void for_each_pixel(Mask pixels, const float (&d)[kColumns / 2], const Visit& visit) {
+// The moments of a thread's two rows, and the three other threads' that share them, about a guess of the
+// mean: so a mean much larger than the deviation costs no digits.
+class RowMoments {
+ public:
+  template <int kCount>
+  __device__ RowMoments(PixelMask pixels, float (&d)[kCount]) {
+    constexpr int kBlocks = kCount / 4;
+    // Waste mostly stands at the end of a row: one mask there is the usual case. Elsewhere it gets the guess.
+    const uint32_t inner = (1u << (kBlocks - 1)) - 1;
+    const bool usual = (~pixels.bits & (inner | inner << 16)) == 0;
+    if (__all_sync(~0u, usual)) {
+      guess_first(d);
+    } else {
+      guess_all(pixels, d);
+    }
+    count = float(sum_of_four(pixels.count()));
+    const float share = count == 0 ? 0.0f : reciprocal(count);
+    float sum[2][2]{};  // two side by side for each row, to wait less
+    float squares[2][2]{};
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
+    for (int i = 0; i < kCount; ++i) {
+      const int k = i / 2 % 2;
+      float deviation = d[i] - mean[k];
+      if (i / 4 == kBlocks - 1 && !(i % 2 == 0 ? pixels.first(i / 4) : pixels.second(i / 4))) deviation = 0;
+      sum[k][i % 2] += deviation;
+      squares[k][i % 2] = fmaf(deviation, deviation, squares[k][i % 2]);
+    }
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      if (pixels.first(j)) visit(k, 0, d[4 * j + 2 * k]);
-      if (pixels.second(j)) visit(k, 1, d[4 * j + 2 * k + 1]);
+      const float rest = sum_of_four(sum[k][0] + sum[k][1]);
+      const float offset = rest * share;
+      m2[k] = maximum(0.0f, fmaf(-rest, offset, sum_of_four(squares[k][0] + squares[k][1])));
+      mean[k] += offset;
     }
   }
-}
 
-// The moments of a thread's rows of accumulators, and the three other threads' that share them. By two passes
-// over the registers, so that a mean much larger than the deviation costs no digits. Two sums side by side
-// for each row, to wait less.
+  float count;
+  float mean[2];
+  float m2[2];
+
+ private:
+  template <int kCount>
+  __device__ void guess_first(const float (&d)[kCount]) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      mean[k] = sum_of_four(d[2 * k] + d[2 * k + 1] + (d[4 + 2 * k] + d[5 + 2 * k])) * (1.0f / 16);
+  }
+
+  template <int kCount>
+  __device__ void guess_all(PixelMask pixels, float (&d)[kCount]) {
+    const int valid = sum_of_four(pixels.count());
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+        if (pixels.first(j)) sum += d[4 * j + 2 * k];
+        if (pixels.second(j)) sum += d[4 * j + 2 * k + 1];
+      }
+      mean[k] = valid == 0 ? 0.0f : sum_of_four(sum) / float(valid);
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+        if (!pixels.first(j)) d[4 * j + 2 * k] = mean[k];
+        if (!pixels.second(j)) d[4 * j + 2 * k + 1] = mean[k];
+      }
+    }
+  }
+};
+
+// Writes the moments of a tile of the conv's output, or of what was made of it.
 template <int kColumns>
 __device__ void write_moments(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
-                              const float (&d)[kColumns / 2]) {
+                              float (&d)[kColumns / 2], const Scaling& scaling) {
   const ConvTiling& t = p.tiling;
-  const float count = float(sum_of_four(rows.pixels.count()));
-  const float share = count == 0 ? 0.0f : reciprocal(count);
-  float sum[2][2]{};
-  float mean[2];
-  for_each_pixel<kColumns>(rows.pixels, d, [&](int k, int i, float x) { sum[k][i] += x; });
-#pragma unroll
-  for (int k = 0; k < 2; ++k) mean[k] = sum_of_four(sum[k][0] + sum[k][1]) * share;
-  // A sum's rounding is next to nothing beside the mean, but not beside a deviation that is.
-  float rest[2][2]{};
-  float squares[2][2]{};
-  for_each_pixel<kColumns>(rows.pixels.rotated(), d, [&](int k, int i, float x) {
-    const float deviation = x - mean[k];
-    rest[k][i] += deviation;
-    squares[k][i] = fmaf(deviation, deviation, squares[k][i]);
-  });
-  float m2[2];
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    m2[k] = sum_of_four(squares[k][0] + squares[k][1]);
-    mean[k] = fmaf(sum_of_four(rest[k][0] + rest[k][1]), share, mean[k]);
-  }
+  const RowMoments moments(rows.pixels, d);
+  if (threadIdx.x % 4 != 0) return;
   const int parts = parts_per_channel(t);
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    if (threadIdx.x % 4 == 0 && rows.channel(k) < t.out_channels) {
-      const int64_t channel = tile.sample * t.out_channels + rows.channel(k);
-      p.parts[channel * parts + (tile.part * t.stack + rows.stacked(t)) * 2 + half_of_thread()] = {
-          count, mean[k], m2[k]};
-    }
+    if (rows.channel(k) >= t.out_channels) continue;
+    const float factor = scaling.factor[k];
+    const int64_t channel = tile.sample * t.out_channels + rows.channel(k);
+    p.parts[channel * parts + (tile.part * t.stack + rows.stacked(t)) * 2 + half_of_thread()] = {
+        moments.count, fmaf(moments.mean[k], factor, scaling.bias[k]), moments.m2[k] * factor * factor};
   }
 }
 
@@ -141,12 +187,10 @@ class MomentsPass : public PassBase {
   __device__ void before_staging() {}  // each thread has its own part of it
 
   template <int kColumns>
-  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2]) {
-    if constexpr (Pre::kReadsChannel) {
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) d[i] = Pre::value(d[i], d[i], channels_.channel[i / 2 % 2]);
-    }
-    write_moments<kColumns>(p_, tile, rows, d);
+  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
+                         Scaling scaling) {
+    apply<Pre>(d, channels_, scaling);
+    write_moments<kColumns>(p_, tile, rows, d, scaling);
   }
 
  private:

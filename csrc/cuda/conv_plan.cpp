@@ -11,9 +11,10 @@ namespace cuda {
 namespace {
 
 constexpr int kMostKernel = 7;
-constexpr int kMostChannels = 256;                // of the output
-constexpr int kMostInputChannels = 8192;          // whose magnitudes stand in shared memory
-constexpr int kMostStack = 4;                     // the 16 rows of a warp belong to one row of the output
+constexpr int kMostChannels = 256;        // of the output
+constexpr int kMostInputChannels = 8192;  // whose magnitudes stand in shared memory
+constexpr int kMostStack = 4;             // the 16 rows of a warp belong to one row of the output
+constexpr int kWarpThreads = 32;
 constexpr int kGroups = 2;                        // of threads
 constexpr int kMostTapChunks = 9;                 // each has panels of its own
 constexpr int64_t kMostReach = int64_t(1) << 15;  // of a kernel: a plane of a tile's units has 32 bits
@@ -215,7 +216,8 @@ void set_taps(ConvTiling& t) {
 // What is in shared memory; false if it does not fit.
 bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t pool[2], const Card& card) {
   int64_t furthest = 0;  // unit where the columns of a product start
-  for (int i = 0; i < t.tap_rows; ++i) furthest = std::max(furthest, int64_t(row_slot(t, t.tap_row[i])) * t.pitch);
+  for (int i = 0; i < t.tap_rows; ++i)
+    furthest = std::max(furthest, int64_t(row_slot(t, t.tap_row[i])) * t.pitch);
   furthest += (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
   const int64_t plane = std::max(int64_t(t.stack) * t.phase_rows * t.pitch, furthest + columns);
   if (plane > card.shared_bytes / kUnitBytes) return false;
@@ -273,7 +275,9 @@ void set_panels(ConvTiling& t) {
   t.by_pitch = divisor(t.pitch);
   t.by_panel_bands = divisor(t.panel_bands);
   t.by_panel_phase_rows = divisor(t.panel_phase_rows);
-  t.by_panel_warps = divisor(ceil_div(t.panel_units, 32));
+  t.pack_team_warps = kPackWarps;
+  while (t.pack_team_warps > 1 && t.pack_team_warps / 2 * kWarpThreads >= t.panel_units)
+    t.pack_team_warps /= 2;
   t.by_blocks_per_chunk = divisor(t.blocks_per_chunk);
   t.by_panels_down = divisor(t.panels_down);
 }
@@ -351,8 +355,8 @@ struct Planner {
   }
 };
 
-// Of the whole batch, which a launch counts in ints: blocks that pack, and items, whose count groups of threads
-// exceed by a few steps of all multiprocessors.
+// Of the whole batch, which a launch counts in ints: blocks that pack, and items, whose count groups of
+// threads exceed by a few steps of all multiprocessors.
 bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card) {
   const int64_t of_sample = int64_t(t.bands) * t.tiles_across * t.row_blocks;
   const int64_t most = std::numeric_limits<int>::max() - 2 * kGroups * card.multiprocessors - kMostChannels;

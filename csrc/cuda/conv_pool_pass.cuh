@@ -26,33 +26,15 @@ class PoolPass : public PassBase {
   }
 
   template <int kColumns>
-  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2]) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) d[i] = Chain::Pre::value(d[i], d[i], channels_.channel[i / 2 % 2]);
-    write_moments<kColumns>(p_, tile, rows, d);
+  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
+                         Scaling scaling) {
+    apply<typename Chain::Pre>(d, channels_, scaling);
     // Even windows take pairs, which a thread has itself.
     const bool pairs = p_.tiling.by_pool[1].value % 2 == 0;
-    const int pitch = (2 * kColumns + cuda::kStagingPadding) / (pairs ? 2 : 1);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      float* to = staging() + staging_row(k) * pitch +
-                  (half_of_thread() * kColumns / 2 + lane() % 4) * (pairs ? 1 : 2);
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; i += 4) {
-        const float2 x{d[i + 2 * k] * sign_[k], d[i + 2 * k + 1] * sign_[k]};
-        if (pairs) {
-          to[i] = maximum(x.x, x.y);
-        } else {
-          *reinterpret_cast<float2*>(to + 2 * i) = x;
-        }
-      }
-    }
-    if (rows.stacked(p_.tiling) == 0 && lane() % 4 == 0 && half_of_thread() == 0) {
-      signs()[staging_row(0)] = sign_[0];
-      signs()[staging_row(1)] = sign_[1];
-    }
+    pairs ? stage<kColumns, 2>(rows, d, scaling) : stage<kColumns, 1>(rows, d, scaling);
+    write_moments<kColumns>(p_, tile, rows, d, scaling);
     sync();
-    pool(tile, pairs ? 2 : 1, pitch);
+    pairs ? pool<kColumns, 2>(tile) : pool<kColumns, 1>(tile);
   }
 
  private:
@@ -66,12 +48,44 @@ class PoolPass : public PassBase {
     return value(1.0f) < value(0.0f) ? -1.0f : 1.0f;
   }
 
+  // Values of a row of the staging memory: kUnit columns are one.
+  template <int kColumns, int kUnit>
+  static constexpr int kPitch = (2 * kColumns + cuda::kStagingPadding) / kUnit;
+
+  // Puts a thread's values into staging memory, where the larger one wins in each channel: times sign_.
+  template <int kColumns, int kUnit>
+  __device__ void stage(const ThreadRows& rows, const float (&d)[kColumns / 2],
+                        const Scaling& scaling) const {
+    const int column = half_of_thread() * kColumns + lane() % 4 * 2;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      float* to = staging() + staging_row(k) * kPitch<kColumns, kUnit> + column / kUnit;
+      const float factor = scaling.factor[k] * sign_[k];
+      const float bias = scaling.bias[k] * sign_[k];
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; i += 4) {
+        const float2 x{fmaf(d[i + 2 * k], factor, bias), fmaf(d[i + 2 * k + 1], factor, bias)};
+        if constexpr (kUnit == 2) {
+          to[i] = maximum(x.x, x.y);
+        } else {
+          *reinterpret_cast<float2*>(to + 2 * i) = x;
+        }
+      }
+    }
+    if (rows.stacked(p_.tiling) == 0 && lane() % 4 == 0 && half_of_thread() == 0) {
+      signs()[staging_row(0)] = sign_[0];
+      signs()[staging_row(1)] = sign_[1];
+    }
+  }
+
   // The windows of a sub-tile; those that reach into further ones are carried on. A thread takes a window of
-  // all its warp's channels; unit columns of it are one value.
-  __device__ void pool(const Tile& tile, int unit, int pitch) {
+  // all its warp's channels.
+  template <int kColumns, int kUnit>
+  __device__ void pool(const Tile& tile) {
     const ConvTiling& t = p_.tiling;
+    constexpr int kRowPitch = kPitch<kColumns, kUnit>;
     const int window_rows = t.by_pool[0].value;
-    const int window_cols = t.by_pool[1].value;
+    const int width = t.by_pool[1].value / kUnit;
     const int pooled_rows = int(p_.output.size[2]);
     const int pooled_cols = int(p_.output.size[3]);
     const int first_row = t.by_pool[0].divide(tile.row);
@@ -79,7 +93,7 @@ class PoolPass : public PassBase {
     const int first_col = t.by_pool[1].divide(tile.col);
     const int windows_across = min(pooled_cols - first_col, t.by_pool[1].divide(tile.cols));
     const int64_t plane = int64_t(pooled_rows) * pooled_cols;
-    float* of_tile = p_.pooled + (tile.sample * t.out_channels + tile.row_block * kRows) * plane +
+    float* of_tile = p_.pooled + (tile.sample * t.out_channels + tile.row_block * kRows + warp()) * plane +
                      first_row * pooled_cols + first_col;
     for (int window = 0; window < windows_down; ++window) {
       const int row = window * window_rows;
@@ -87,16 +101,18 @@ class PoolPass : public PassBase {
       for (int i = lane(); i < windows_across; i += kWarpThreads) {
         float most[kWarpChannels];
 #pragma unroll
-        for (int k = 0; k < kWarpChannels; ++k) most[k] = -INFINITY;
+        for (float& x : most) x = -INFINITY;
+#pragma unroll 1
         for (int r = row; r < row + rows; ++r) {
-          const float* from = staging() + (r & (t.stack - 1)) * t.stack_channels * pitch +
-                              (r / t.stack * t.pitch + i * window_cols) / unit;
-          const int width = window_cols / unit;
-          width % 2 == 0 ? take_larger<2>(most, from, pitch, width)
-                         : take_larger<1>(most, from, pitch, width);
+          const int slot = r * t.stack_channels / kRows;  // r / stack
+          const float* from = staging() + (r & (t.stack - 1)) * t.stack_channels * kRowPitch +
+                              warp() * kRowPitch + slot * (t.pitch / kUnit) + i * width;
+          width % 2 == 0 ? take_larger<2, kRowPitch>(most, from, width)
+                         : take_larger<1, kRowPitch>(most, from, width);
         }
         // Windows go on in further sub-tiles where a tile has one window down.
-        put(tile, most, of_tile + window * pooled_cols + i, plane, carry() + i, windows_across);
+        put(tile, most, of_tile + window * pooled_cols + i, plane, carry() + warp() * windows_across + i,
+            windows_across);
       }
     }
   }
@@ -110,29 +126,31 @@ class PoolPass : public PassBase {
   }
 
   // A row of a window, so many values at a time.
-  template <int kVector>
-  __device__ void take_larger(float (&most)[kWarpChannels], const float* from, int pitch, int width) const {
-    for (int w = 0; w < width; w += kVector) {
-      for_each_channel([&](int k, int c) {
-        const Pack<float, kVector> values = load_pack<kVector>(from + c * pitch + w);
+  template <int kVector, int kRowPitch>
+  __device__ void take_larger(float (&most)[kWarpChannels], const float* from, int width) const {
+#pragma unroll 1
+    for (int w = 0; w < width; w += kVector, from += kVector) {
+      for_each_channel([&](int k, int) {
+        const Pack<float, kVector> values = load_pack<kVector>(from + k * kWarps * kRowPitch);
 #pragma unroll
         for (float x : values.element) most[k] = maximum(most[k], x);
       });
     }
   }
 
-  __device__ void put(const Tile& tile, const float (&most)[kWarpChannels], float* to, int64_t plane,
+  __device__ void put(const Tile& tile, float (&most)[kWarpChannels], float* to, int64_t plane,
                       float* carried, int carried_pitch) const {
     const bool starts = tile.sub_tile == 0;
     const bool ends = tile.sub_tile + 1 == p_.tiling.sub_tiles;
+    if (!starts)
+      for_each_channel([&](int k, int) { most[k] = maximum(most[k], carried[k * kWarps * carried_pitch]); });
+    if (!ends) {
+      for_each_channel([&](int k, int) { carried[k * kWarps * carried_pitch] = most[k]; });
+      return;
+    }
+    const int channels = p_.tiling.out_channels - tile.row_block * kRows;
     for_each_channel([&](int k, int c) {
-      float* known = carried + c * carried_pitch;
-      const float x = starts ? most[k] : maximum(most[k], *known);
-      if (!ends) {
-        *known = x;
-      } else if (tile.row_block * kRows + c < p_.tiling.out_channels) {
-        to[c * plane] = signs()[c] * x;
-      }
+      if (c < channels) to[k * kWarps * plane] = signs()[c] * most[k];
     });
   }
 

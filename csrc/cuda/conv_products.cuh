@@ -13,15 +13,19 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Operands of one chunk in shared memory, and its steps: see ConvTiling. A half step is one unit along the
-// sum: its weights are kRows units.
+// The tensor cores cut sums off, which adds up: after so many steps their sums are added up outside, rounded,
+// where float32 is to be exact.
+constexpr int kMostSumSteps = 8;
+
+// Operands of some steps of a chunk in shared memory: see ConvTiling. A half step is one unit along the sum:
+// its weights are kRows units.
 struct Operands {
   uint32_t weights;  // shared addresses of the first parts
   uint32_t pixels;
   uint32_t weights_part;  // bytes from one part to the next
   uint32_t pixels_part;
   const uint32_t* offsets;
-  int steps;
+  int steps;  // at most kMostSumSteps
 };
 
 constexpr int kHalfStepBytes = cuda::kRows * cuda::kUnitBytes;
@@ -54,11 +58,12 @@ struct Sm80 {
     }
   }
 
-  template <class Mode>
-  __device__ static void add(float (&d)[kColumns / 2], const Operands& from, bool first) {
+  // kFirst: the accumulators are taken for zeros.
+  template <class Mode, bool kFirst>
+  __device__ static void add(float (&d)[kColumns / 2], const Operands& from) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32 % 4;
-    if (first) {
+    if (kFirst) {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) d[i] = 0;
     }
@@ -107,66 +112,89 @@ struct Sm90a {
 #else
   static constexpr bool kCompiles = true;
 
-  // A matrix whose rows are units: 8 units one after the other are a core matrix, the next 8 rows follow 128
-  // bytes on, the other half of the step `leading` bytes on.
-  __device__ static uint64_t descriptor(uint32_t low) {
-    return uint64_t(8 * cuda::kUnitBytes >> 4) << 32 | low;
-  }
+  // Of operands' descriptors, the high halves: 8 units one after the other are a core matrix, the next 8 rows
+  // follow 128 bytes on.
+  static constexpr uint32_t kDescriptorHigh = 8 * cuda::kUnitBytes >> 4;
 
-#define FUSEDCONV_WGMMA(types)                                                                              \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." types  \
+// access: how accumulators are used, "+f" or, where sums start, "=f".
+#define FUSEDCONV_WGMMA(types, access, keeps)                                                               \
+  asm volatile("{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, " keeps                                      \
+               ", 0; mov.b64 a, {%64, %66}; "                                                               \
+               "mov.b64 b, {%65, %66}; wgmma.mma_async.sync.aligned.m64n128k16.f32." types                  \
                " {"                                                                                         \
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                     \
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "           \
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "           \
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"             \
-               "}, %64, %65, p, 1, 1, 0, 0; }"                                                              \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
-                 "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
-                 "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
-                 "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
-                 "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), \
-                 "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), \
-                 "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
-                 "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), \
-                 "+f"(d[63])                                                                                \
-               : "l"(a), "l"(b), "r"(keep))
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+               "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+               "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+               "%56, %57, %58, %59, %60, %61, %62, %63"                                                     \
+               "}, a, b, p, 1, 1, 0, 0; }"                                                                  \
+               : access(d[0]), access(d[1]), access(d[2]), access(d[3]), access(d[4]), access(d[5]),        \
+                 access(d[6]), access(d[7]), access(d[8]), access(d[9]), access(d[10]), access(d[11]),      \
+                 access(d[12]), access(d[13]), access(d[14]), access(d[15]), access(d[16]), access(d[17]),  \
+                 access(d[18]), access(d[19]), access(d[20]), access(d[21]), access(d[22]), access(d[23]),  \
+                 access(d[24]), access(d[25]), access(d[26]), access(d[27]), access(d[28]), access(d[29]),  \
+                 access(d[30]), access(d[31]), access(d[32]), access(d[33]), access(d[34]), access(d[35]),  \
+                 access(d[36]), access(d[37]), access(d[38]), access(d[39]), access(d[40]), access(d[41]),  \
+                 access(d[42]), access(d[43]), access(d[44]), access(d[45]), access(d[46]), access(d[47]),  \
+                 access(d[48]), access(d[49]), access(d[50]), access(d[51]), access(d[52]), access(d[53]),  \
+                 access(d[54]), access(d[55]), access(d[56]), access(d[57]), access(d[58]), access(d[59]),  \
+                 access(d[60]), access(d[61]), access(d[62]), access(d[63])                                 \
+               : "r"(a), "r"(b), "n"(kDescriptorHigh))
 
-  template <class Mode>
-  __device__ static void multiply(float (&d)[kColumns / 2], uint64_t a, uint64_t b, int keep) {
-    if constexpr (std::is_same_v<typename Mode::Element, __half>) {
-      FUSEDCONV_WGMMA("f16.f16");
+  // a, b: the low halves of the operands' descriptors.
+  template <class Mode, bool kFirst = false>
+  __device__ static void multiply(float (&d)[kColumns / 2], uint32_t a, uint32_t b) {
+    constexpr bool kHalf = std::is_same_v<typename Mode::Element, __half>;
+    if constexpr (kHalf && kFirst) {
+      FUSEDCONV_WGMMA("f16.f16", "=f", "0");
+    } else if constexpr (kHalf) {
+      FUSEDCONV_WGMMA("f16.f16", "+f", "1");
+    } else if constexpr (kFirst) {
+      FUSEDCONV_WGMMA("bf16.bf16", "=f", "0");
     } else {
-      FUSEDCONV_WGMMA("bf16.bf16");
+      FUSEDCONV_WGMMA("bf16.bf16", "+f", "1");
     }
   }
 #undef FUSEDCONV_WGMMA
 
-  template <class Mode>
-  __device__ static void add(float (&d)[kColumns / 2], const Operands& from, bool first) {
+  // kFirst: the accumulators are taken for zeros.
+  template <class Mode, bool kFirst>
+  __device__ static void add(float (&d)[kColumns / 2], const Operands& from) {
     const uint32_t weights = (from.weights >> 4) | (kHalfStepBytes >> 4) << 16;
     const uint32_t pixels = from.pixels >> 4;
-    int keep = !first;
-    const auto for_each_step = [&](const auto& multiply_step) {
-      int s = 0;
-      do {
+    constexpr uint32_t kStep = 2 * kHalfStepBytes >> 4;
+    // A step ends what it starts in the compiler's eyes, as it sees threads part at each branch; else it
+    // would have one step wait for the other.
+    const auto for_each_step = [&](const auto& first_step, const auto& step) {
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      first_step(weights, pixels + from.offsets[0]);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int s = 1; s < kMostSumSteps; ++s) {
+        if (s >= from.steps) break;
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        multiply_step(descriptor(weights + s * (2 * kHalfStepBytes >> 4)),
-                      descriptor(pixels + from.offsets[s]));
-        keep = 1;
+        step(weights + s * kStep, pixels + from.offsets[s]);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      } while (++s < from.steps);
+      }
     };
-    // The tensor cores cut sums off. The fewer products are added to a sum that has its size, the less is
-    // lost: so the small products come first.
+    const auto large = [&](uint32_t a, uint32_t b) { multiply<Mode>(d, a, b); };
+    // The fewer products are added to a sum that has its size, the less is cut off: so the small products
+    // come first.
     if constexpr (Mode::kParts == 2) {
-      for_each_step([&](uint64_t a, uint64_t b) {
-        multiply<Mode>(d, a + (from.weights_part >> 4), b, keep);
-        multiply<Mode>(d, a, b + (from.pixels_part >> 4), 1);
-      });
+      const uint32_t weights_part = from.weights_part >> 4;
+      const uint32_t pixels_part = from.pixels_part >> 4;
+      for_each_step(
+          [&](uint32_t a, uint32_t b) {
+            multiply<Mode, kFirst>(d, a + weights_part, b);
+            multiply<Mode>(d, a, b + pixels_part);
+          },
+          [&](uint32_t a, uint32_t b) {
+            multiply<Mode>(d, a + weights_part, b);
+            multiply<Mode>(d, a, b + pixels_part);
+          });
+      for_each_step(large, large);
+    } else {
+      for_each_step([&](uint32_t a, uint32_t b) { multiply<Mode, kFirst>(d, a, b); }, large);
     }
-    for_each_step([&](uint64_t a, uint64_t b) { multiply<Mode>(d, a, b, keep); });
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   }
 #endif

@@ -18,23 +18,12 @@ __device__ inline int half_of_thread() { return threadIdx.x / kHalfThreads % 2; 
 // Which of a thread's columns are pixels of the map: of the two columns 8 j + 2 (lane % 4) and the next, bit
 // j tells of the first and bit 16 + j of the second. As bits, for what was found out once to fit in a
 // register.
-template <int kRotation>
-struct RotatedMask {
+struct PixelMask {
   uint32_t bits = 0;
 
-  __device__ bool first(int j) const { return bits >> (j + kRotation) % 32 & 1; }
-  __device__ bool second(int j) const { return bits >> (16 + j + kRotation) % 32 & 1; }
-};
-
-struct PixelMask : RotatedMask<0> {
+  __device__ bool first(int j) const { return bits >> j & 1; }
+  __device__ bool second(int j) const { return bits >> (16 + j) & 1; }
   __device__ int count() const { return __popc(bits); }
-  // The same to ask again: the compiler would keep each bit of one mask in between, at twice the
-  // instructions. In assembly, for it not to see that they are the same.
-  __device__ RotatedMask<1> rotated() const {
-    RotatedMask<1> mask;
-    asm("shf.l.wrap.b32 %0, %1, %1, 1;" : "=r"(mask.bits) : "r"(bits));
-    return mask;
-  }
 };
 
 template <int kColumns>
@@ -113,7 +102,7 @@ __device__ void for_each_block(const ConvTiling& t, const Visit& visit) {
 __device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                                     int exponent) {
   const int channels = p.tiling.in_channels;
-  const unsigned* magnitude = p.magnitudes + tile.panel * channels;
+  const unsigned* magnitude = p.magnitudes + int64_t(tile.panel) * channels;
   bool loses = false;
   // No loop is unrolled: what is rare must not take registers and instruction cache from what is not.
 #pragma unroll 1
@@ -175,15 +164,24 @@ __device__ void recompute(const ConvProblem& p, const Tile& tile, const ThreadRo
   for (int i = 0; i < kColumns / 2; ++i) d[i] = own[i * kGroupThreads];
 }
 
-// From accumulators to the conv's output: undoes the scales, adds the bias.
+// From a thread's two rows of accumulators to the conv's output: v = d * factor + bias. The factor undoes the
+// operands' scales: a power of two.
+struct Scaling {
+  float factor[2] = {1, 1};
+  float bias[2] = {0, 0};
+};
+
+// Of the accumulators; where 2^power is no float they get a part of it here.
 template <class Mode, int kCount>
-__device__ void unscale(float (&d)[kCount], const ThreadRows& rows, int exponent) {
+__device__ Scaling scaling_of(float (&d)[kCount], const ThreadRows& rows, int exponent) {
+  Scaling scaling;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     const int power = Mode::kScales ? -(exponent + rows.exponent[k]) : 0;
     const int within = min(max(power, -kMostExponent), kMostExponent);
-    const float factor = power_of_two(within);
-    if (power != within) {  // 2^power itself is no float
+    scaling.factor[k] = power_of_two(within);
+    scaling.bias[k] = rows.bias[k];
+    if (power != within) {
       const float rest = power_of_two(power - within);
 #pragma unroll
       for (int i = 2 * k; i < kCount; i += 4) {
@@ -191,12 +189,14 @@ __device__ void unscale(float (&d)[kCount], const ThreadRows& rows, int exponent
         d[i + 1] *= rest;
       }
     }
-#pragma unroll
-    for (int i = 2 * k; i < kCount; i += 4) {
-      d[i] = fmaf(d[i], factor, rows.bias[k]);
-      d[i + 1] = fmaf(d[i + 1], factor, rows.bias[k]);
-    }
   }
+  return scaling;
+}
+
+template <int kCount>
+__device__ void unscale(float (&d)[kCount], const Scaling& scaling) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) d[i] = fmaf(d[i], scaling.factor[i / 2 % 2], scaling.bias[i / 2 % 2]);
 }
 
 // Adds what is in memory to the accumulators, and leaves the sums there as well.

@@ -21,7 +21,9 @@ class StorePass : public PassBase {
   }
 
   template <int kColumns>
-  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2]) {
+  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
+                         const Scaling& scaling) {
+    unscale(d, scaling);
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
       const Channel<float>& channel = channels_.channel[i / 2 % 2];

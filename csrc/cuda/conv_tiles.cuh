@@ -1,4 +1,4 @@
-// Which tiles a block has, and the order in which they are.
+// Which tiles a group of threads has, and in which order.
 #pragma once
 
 #include "conv_problem.cuh"
@@ -8,14 +8,14 @@ inline namespace FUSEDCONV_TARGET {
 
 // One sub-tile of an item of work and the channels of one block of rows. All sizes are those inside of the
 // map.
-struct Tile {
+struct alignas(16) Tile {
   int64_t sample;
   int part;  // counted in the sample, for each row of the stack `stack` parts
   int row_block;
   int row, col;  // of the output
   int rows, cols;
   int sub_tile;
-  int64_t panel;
+  int panel;
   int panel_row;  // where the tile starts, in rows of each remainder modulo stack
 };
 
@@ -55,7 +55,7 @@ __device__ inline Tile tile_at(const ConvTiling& t, const Item& item, int row_bl
   tile.row = item.band * t.band_rows + sub_tile * t.tile_rows;
   tile.col = item.across * t.tile_cols;
   const int panel_down = t.by_panel_bands.divide(item.band);
-  tile.panel = (item.sample * t.panels_down + panel_down) * t.tiles_across + item.across;
+  tile.panel = (int(item.sample) * t.panels_down + panel_down) * t.tiles_across + item.across;
   tile.panel_row = (tile.row - panel_down * t.panel_bands * t.band_rows) * t.stack_channels / kRows;
   const int band_end = min(t.out_size[0], (item.band + 1) * t.band_rows);
   // ptxas of CUDA 13.0 joins max(0, min(a, b)) and a later comparison with b, and takes b for the result
@@ -65,7 +65,15 @@ __device__ inline Tile tile_at(const ConvTiling& t, const Item& item, int row_bl
   return tile;
 }
 
-// The tiles of a group of threads, in their order. Groups of a block take turns at its items.
+// Tiles of a group of threads. Groups of a block take turns at its items.
+template <bool kAllRowBlocks>
+__device__ int count_tiles(const ConvTiling& t, int group, int items) {
+  const int step = kGroups * gridDim.x;
+  const int of_group = (items - int(blockIdx.x + group * gridDim.x) + step - 1) / step;
+  return of_group * t.sub_tiles * (kAllRowBlocks ? t.row_blocks : 1);
+}
+
+// The same in their order.
 template <bool kAllRowBlocks>
 struct TileCursor {
   int item;

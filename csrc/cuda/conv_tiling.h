@@ -30,8 +30,9 @@ constexpr int kUnitBytes = 16;
 constexpr int kRows = 64;  // of one product
 constexpr int kMostTapRows = 16;
 constexpr int kMostStages = 2;         // of a group
-constexpr int kPanelUnits = 4096;      // about so many, of pixels: enough that their halo is little
-constexpr int kSharedHeadBytes = 128;  // barriers
+constexpr int kPackWarps = 8;         // of a block of threads that packs a panel
+constexpr int kPanelUnits = 2048;      // about so many, of pixels: enough that their halo is little
+constexpr int kSharedHeadBytes = 384;  // barriers, and which tiles are in the stages
 constexpr int kMostSteps = 448;        // of a chunk; they are a kernel's parameters, of 4 KB in all
 // Of a row of the staging memory of a tile, beyond its columns: so neighbouring rows do not meet in the same
 // banks.
@@ -105,7 +106,8 @@ struct ConvTiling {
   int panel_units;
   int panels_down;  // in a sample
   Divisor by_pitch, by_panel_bands, by_panel_phase_rows;
-  Divisor by_panel_warps, by_blocks_per_chunk, by_panels_down;  // a warp packs 32 units
+  Divisor by_blocks_per_chunk, by_panels_down;
+  int pack_team_warps;  // that pack a block of channels; a power of two
 
   // Shared memory, in bytes but for plane.
   int plane;          // units of one block of channels, and what products read beyond
