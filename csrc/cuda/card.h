@@ -7,7 +7,8 @@ namespace cuda {
 struct Card {
   int capability;  // 90 for compute capability 9.0
   int multiprocessors;
-  int shared_bytes;  // of shared memory, at most, for one block
+  int shared_bytes;       // of shared memory, at most, for one block
+  bool overlaps_kernels;  // a kernel may start while the one before it ends, also in a captured graph
 };
 
 }  // namespace cuda

@@ -6,9 +6,9 @@
 #include "conv_logsumexp_pass.cuh"
 #include "conv_pack.cuh"
 #include "conv_plan.h"
+#include "conv_pointwise.cuh"
 #include "conv_pool_pass.cuh"
 #include "conv_store_pass.cuh"
-#include "tensor_pointwise.cuh"
 #include "workspace.cuh"
 
 namespace fusedconv {
@@ -36,7 +36,7 @@ struct ConvChain {
     const ConvProblem p = conv_problem(problem, plan, workspace).first;
     cudaError_t status = cudaErrorInvalidValue;
     visit_modes(problem, plan.source, [&](auto source, auto mode) {
-      status = launch_passes<decltype(source), decltype(mode)>(p, problem, card, stream);
+      status = launch_passes<decltype(source), decltype(mode)>(p, card, stream);
     });
     return status;
   }
@@ -70,7 +70,7 @@ struct ConvChain {
     load_source(Sm90a{});
     if (status == cudaSuccess && Chain::kNeedsStatistics) status = load_group_statistics<float, float>();
     if constexpr (kPools) {
-      if (status == cudaSuccess) status = load_pointwise<Chain, float>();
+      if (status == cudaSuccess) status = load_pointwise<Chain>();
     }
     return status;
   }
@@ -124,32 +124,26 @@ struct ConvChain {
   }
 
   template <class S, class Mode>
-  static cudaError_t launch_passes(const ConvProblem& p, const Problem& problem, const Card& card,
-                                   cudaStream_t stream) {
+  static cudaError_t launch_passes(const ConvProblem& p, const Card& card, cudaStream_t stream) {
     if (const cudaError_t status = launch_pack<Mode>(p, stream)) return status;
     if constexpr (kPools) {
       if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain>>(p, card, stream)) return status;
-      if (const cudaError_t status = launch_norms(p, stream)) return status;
-      const Tensor& output = problem.output;
-      const int64_t* size = output.size;
-      const Tensor pooled{p.pooled,
-                          DType::kFloat32,
-                          {size[0], size[1], size[2], size[3]},
-                          {size[1] * size[2] * size[3], size[2] * size[3], size[3], 1}};
-      return launch_pointwise<Chain, float>(pooled, output, p.norms, p.arguments, stream);
+      if (const cudaError_t status = launch_norms(p, card, stream)) return status;
+      return launch_pointwise<Chain>(p, card.overlaps_kernels, stream);
     } else {
       if constexpr (Chain::kNeedsStatistics) {
         using Moments = MomentsPass<typename Chain::Pre>;
         if (const cudaError_t status = launch_pass<S, Mode, Moments>(p, card, stream)) return status;
-        if (const cudaError_t status = launch_norms(p, stream)) return status;
+        if (const cudaError_t status = launch_norms(p, card, stream)) return status;
       }
       return launch_pass<S, Mode, LastPass<Mode>>(p, card, stream);
     }
   }
 
-  static cudaError_t launch_norms(const ConvProblem& p, cudaStream_t stream) {
+  static cudaError_t launch_norms(const ConvProblem& p, const Card& card, cudaStream_t stream) {
     return launch_statistics<float>(p.parts, parts_per_channel(p.tiling), p.input.size[0],
-                                    p.tiling.out_channels, p.arguments, p.norms, stream);
+                                    p.tiling.out_channels, p.arguments, p.norms, card.overlaps_kernels,
+                                    stream);
   }
 
   // Persistent blocks, one a multiprocessor.
@@ -159,8 +153,8 @@ struct ConvChain {
     const int items =
         int(p.input.size[0]) * t.bands * t.tiles_across * (Pass::kAllRowBlocks ? 1 : t.row_blocks);
     const int blocks = items < card.multiprocessors ? items : card.multiprocessors;
-    conv_kernel<S, Mode, Pass><<<blocks, kConvThreads, t.shared_bytes, stream>>>(p, items);
-    return cudaGetLastError();
+    const LaunchShape shape{dim3(blocks), kConvThreads, t.shared_bytes, card.overlaps_kernels};
+    return launch_kernel(conv_kernel<S, Mode, Pass>, shape, stream, p, items);
   }
 };
 

@@ -30,15 +30,17 @@ class UnitCopies {
   }
   __device__ void end() const {}
 #else
-  static constexpr int kArrivals = kWarpThreads;
+  static constexpr int kArrivals = kWarpThreads + 1;
 
   __device__ UnitCopies(uint64_t* barrier, int) : barrier_(shared_address(barrier)) {}
   __device__ void copy(void* to, const uint4* from, int units) const {
     for (int i = lane_of_thread(); i < units; i += kWarpThreads)
       __pipeline_memcpy_async(static_cast<uint4*>(to) + i, from + i, kUnitBytes);
   }
-  // Each lane arrives once its own copies have.
+  // Each lane arrives once its own copies have, and one for what it wrote itself.
   __device__ void end() const {
+    if (lane_of_thread() == 0)
+      asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier_) : "memory");
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier_) : "memory");
   }
 #endif

@@ -7,6 +7,7 @@
 #include "conv_copies.cuh"
 #include "conv_products.cuh"
 #include "conv_rows.cuh"
+#include "launch.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -225,12 +226,14 @@ __global__ void __launch_bounds__(kConvThreads, 1)
     if (threadIdx.x == 0) init_barriers(t, s.head);
     fence_async_proxy();
     __syncthreads();
+    wait_for_earlier_kernels();
     if (t.weights_stay && uniform(threadIdx.x / kWarpThreads) == 0) {
       const UnitCopies copies(&s.head->weights, Mode::kParts * t.weights_bytes);
       copy_weights<Mode>(p, 0, 0, copies, s.weights);
       copies.end();
     }
     run_tiles<SourceOfTiles, Mode, Pass>(p, s, group, items);
+    let_next_kernel_start();
   }
 }
 

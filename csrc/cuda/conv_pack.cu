@@ -3,6 +3,7 @@
 
 #include "conv_pack_pixels.cuh"
 #include "conv_pack_weights.cuh"
+#include "launch.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -19,6 +20,7 @@ __global__ void __launch_bounds__(kPackThreads, 2)
   } else {
     PanelPacker<Mode>(p, block - weight_blocks, magnitudes).pack();
   }
+  let_next_kernel_start();
 }
 
 }  // namespace

@@ -34,8 +34,12 @@ cuda::Card card_of(int device) {
   if (found != cards.end()) return found->second;
   const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
                          attribute_of(device, cudaDevAttrComputeCapabilityMinor);
+  constexpr int kGraphsOverlap = 12030;  // CUDA 12.3: since then captured graphs know of it too
+  int driver = 0;
+  check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   const cuda::Card card{capability, attribute_of(device, cudaDevAttrMultiProcessorCount),
-                        attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+                        attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                        capability >= 90 && driver >= kGraphsOverlap};
   cards.emplace(device, card);
   return card;
 }

@@ -1,7 +1,6 @@
 // One kernel for all chains: in a file of its own, so that it is compiled once.
+#include "launch.cuh"
 #include "statistics.cuh"
-
-#include "../core/moments.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -9,18 +8,17 @@ namespace {
 
 constexpr int kNormThreads = 128;
 
-// Every lane gets the moments of all lanes, combined in the same tree.
-__device__ inline Moments combine_lanes(Moments moments) {
+// Of all lanes, added in the same tree by each.
+__device__ inline double sum_of_lanes(double x) {
 #pragma unroll
-  for (int distance = 1; distance < kWarpThreads; distance *= 2) {
-    const Moments other{__shfl_xor_sync(~0u, moments.count, distance),
-                        __shfl_xor_sync(~0u, moments.mean, distance),
-                        __shfl_xor_sync(~0u, moments.m2, distance)};
-    const bool lower = (threadIdx.x & distance) == 0;
-    moments = lower ? combine(moments, other) : combine(other, moments);
-  }
-  return moments;
+  for (int distance = 1; distance < kWarpThreads; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
+  return x;
 }
+
+// Counts, sums and sums of squares of values counted from a common shift.
+struct Sums {
+  double count, sum, squares;
+};
 
 // A block for each group of each sample. parts is [N][groups][parts_per_group], norms is [N][C].
 template <class T, class P>
@@ -28,7 +26,8 @@ __global__ void __launch_bounds__(kNormThreads)
     group_norm_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t channels, int64_t groups,
                           int64_t group_channels, Arguments arguments, Norm<T>* norms) {
   constexpr int kWarps = kNormThreads / kWarpThreads;
-  __shared__ Moments of_warp[kWarps];
+  __shared__ Sums of_warp[kWarps];
+  wait_for_earlier_kernels();
   for (int64_t group = blockIdx.x; group < groups; group += gridDim.x) {
     // About the mean of the group's first part, which is never empty: no division for each part, and nothing
     // is lost in double where the parts' means differ by a million deviations.
@@ -43,20 +42,24 @@ __global__ void __launch_bounds__(kNormThreads)
       sum += part.count * delta;
       squares += double(part.m2) + part.count * delta * delta;
     }
-    const double mean = count == 0 ? 0.0 : sum / count;
-    const double m2 = squares - sum * mean;
-    Moments moments = combine_lanes({count, shift + mean, m2 < 0 ? 0.0 : m2});
-    if (threadIdx.x % kWarpThreads == 0) of_warp[threadIdx.x / kWarpThreads] = moments;
+    const Sums of_lanes{sum_of_lanes(count), sum_of_lanes(sum), sum_of_lanes(squares)};
+    if (threadIdx.x % kWarpThreads == 0) of_warp[threadIdx.x / kWarpThreads] = of_lanes;
     __syncthreads();
-    moments = of_warp[0];
+    Sums all = of_warp[0];
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) moments = combine(moments, of_warp[w]);
-    const double variance = moments.m2 / moments.count;
+    for (int w = 1; w < kWarps; ++w) {
+      all.count += of_warp[w].count;
+      all.sum += of_warp[w].sum;
+      all.squares += of_warp[w].squares;
+    }
+    const double offset = all.sum / all.count;
+    const double m2 = all.squares - all.sum * offset;
+    const double variance = (m2 < 0 ? 0.0 : m2) / all.count;
     const double inverse_deviation = 1.0 / sqrt(variance + arguments.eps);
     for (int64_t i = threadIdx.x; i < group_channels; i += kNormThreads) {
       Channel<T> channel{};
       const int64_t c = group * group_channels + i;  // counted through all samples
-      set_norm(channel, arguments, c % channels, moments.mean, inverse_deviation);
+      set_norm(channel, arguments, c % channels, shift + offset, inverse_deviation);
       norms[c] = {channel.mean, channel.norm_scale, channel.norm_shift};
     }
     __syncthreads();
@@ -68,13 +71,12 @@ __global__ void __launch_bounds__(kNormThreads)
 template <class T, class P>
 cudaError_t launch_group_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t samples,
                                     int64_t channels, const Arguments& arguments, Norm<T>* norms,
-                                    cudaStream_t stream) {
+                                    bool overlaps, cudaStream_t stream) {
   constexpr int64_t kMostBlocks = 1 << 16;
   const int64_t groups = samples * arguments.num_groups;
   const int blocks = int(groups < kMostBlocks ? groups : kMostBlocks);
-  group_norm_statistics<T, P><<<blocks, kNormThreads, 0, stream>>>(
-      parts, parts_per_group, channels, groups, channels / arguments.num_groups, arguments, norms);
-  return cudaGetLastError();
+  return launch_kernel(group_norm_statistics<T, P>, {dim3(blocks), kNormThreads, 0, overlaps}, stream, parts,
+                       parts_per_group, channels, groups, channels / arguments.num_groups, arguments, norms);
 }
 
 template <class T, class P>
@@ -85,7 +87,7 @@ cudaError_t load_group_statistics() {
 
 #define FUSEDCONV_STATISTICS(T, P)                                                                          \
   template cudaError_t launch_group_statistics(const Part<P>*, int64_t, int64_t, int64_t, const Arguments&, \
-                                               Norm<T>*, cudaStream_t);                                     \
+                                               Norm<T>*, bool, cudaStream_t);                               \
   template cudaError_t load_group_statistics<T, P>();
 
 FUSEDCONV_STATISTICS(float, float)

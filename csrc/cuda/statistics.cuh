@@ -37,11 +37,11 @@ constexpr int kWarpThreads = 32;
 __device__ inline int lane_of_thread() { return threadIdx.x % kWarpThreads; }
 
 // Queues the statistics of a tensor of N samples, whose groups have so many parts each: parts is
-// [N][groups][parts_per_group], norms is [N][C].
+// [N][groups][parts_per_group], norms is [N][C]. overlaps: see launch.cuh.
 template <class T, class P>
 cudaError_t launch_group_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t samples,
                                     int64_t channels, const Arguments& arguments, Norm<T>* norms,
-                                    cudaStream_t stream);
+                                    bool overlaps, cudaStream_t stream);
 
 // Loads its kernel onto the current device.
 template <class T, class P>
@@ -50,11 +50,11 @@ cudaError_t load_group_statistics();
 // The same for parts of channels: parts is [N][C][parts_per_channel].
 template <class T>
 cudaError_t launch_statistics(const Part<T>* parts, int64_t parts_per_channel, int64_t samples,
-                              int64_t channels, const Arguments& arguments, Norm<T>* norms,
+                              int64_t channels, const Arguments& arguments, Norm<T>* norms, bool overlaps,
                               cudaStream_t stream) {
   const int64_t group_channels = channels / arguments.num_groups;
   return launch_group_statistics<T>(parts, parts_per_channel * group_channels, samples, channels, arguments,
-                                    norms, stream);
+                                    norms, overlaps, stream);
 }
 
 }  // namespace FUSEDCONV_TARGET

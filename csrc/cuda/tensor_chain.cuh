@@ -5,7 +5,6 @@
 #include "tensor_copy.h"
 #include "tensor_direct.cuh"
 #include "tensor_kernel.cuh"
-#include "tensor_pointwise.cuh"
 #include "workspace.cuh"
 
 namespace fusedconv {
@@ -142,7 +141,7 @@ class TensorRun {
       if (const cudaError_t status = launch_pieces(work, TensorStep::kMoments, stream)) return status;
       if (const cudaError_t status =
               launch_group_statistics<T>(work.parts, parts_per_group(), work.shape.samples,
-                                         work.shape.channels, work.arguments, norms_, stream))
+                                         work.shape.channels, work.arguments, norms_, false, stream))
         return status;
       work.norms = norms_;
     }

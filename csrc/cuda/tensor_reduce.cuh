@@ -37,7 +37,7 @@ struct LogSumExp {
     const T shift = shift_of(highest);
     sum *= exp(most - shift);
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) sum += exp(x[k] - shift);
+    for (int k = 0; k < kCount; ++k) sum += exp_of_difference(x[k], shift);
     most = highest;
   }
 
@@ -64,10 +64,15 @@ __device__ LogSumExp<T> channel_logsumexp(Index channels, int first, int step, c
   LogSumExp<T> result;
   for (Index chunk = first; chunk < channels; chunk += kChunk * step) {
     T x[kChunk];
+    if (chunk + (kChunk - 1) * step < channels) {  // spares a comparison for each
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-      const Index c = chunk + k * step;
-      x[k] = c < channels ? value(c) : -T(INFINITY);
+      for (int k = 0; k < kChunk; ++k) x[k] = value(chunk + k * step);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) {
+        const Index c = chunk + k * step;
+        x[k] = c < channels ? value(c) : -T(INFINITY);
+      }
     }
     result.add(x);
   }

@@ -1,0 +1,52 @@
+// Launches of kernels that may overlap with the end of the one before them in a stream.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "../core/target.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// By all threads of a kernel that is launched so, before they read what an earlier kernel wrote, or write
+// what it reads.
+__device__ inline void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may be started where this one leaves room.
+__device__ inline void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+struct LaunchShape {
+  dim3 grid;
+  int threads;
+  int shared_bytes;
+  bool overlaps;  // with the kernel before it: see Card
+};
+
+template <class... Parameters>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
+                          const std::decay_t<Parameters>&... arguments) {
+  cudaLaunchAttribute overlaps{};
+  overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlaps.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlaps;
+  config.numAttrs = shape.overlaps ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
