@@ -23,7 +23,7 @@ struct ConvChain {
   static constexpr bool kPools = Chain::Reduce::kPools;
 
   static ConvPlan plan(const Problem& problem, const Card& card) {
-    return cuda::plan_conv(problem, kPools, card);
+    return cuda::plan_conv(problem, {kPools, Chain::kNeedsStatistics && !kPools ? 2 : 1}, card);
   }
 
   static size_t workspace(const Problem& problem, const ConvPlan& plan) {

@@ -10,10 +10,9 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+using cuda::kPackBatch;
 using cuda::kPackWarps;
 constexpr int kPackThreads = kPackWarps * kWarpThreads;
-
-constexpr int kPackBatch = 8;  // units of a thread on their way at once
 
 __device__ inline int pack_warp() { return threadIdx.x / kWarpThreads; }
 

@@ -11,7 +11,10 @@ namespace cuda {
 namespace {
 
 constexpr int kMostKernel = 7;
-constexpr int kMostChannels = 256;        // of the output
+constexpr int kMostChannels = 256;       // of the output
+constexpr int kMostFastChannels = 64;    // of the input
+constexpr int kMostFastProducts = 1200;  // for a value, of all passes
+constexpr int kMostFastExactProducts = 600;
 constexpr int kMostInputChannels = 8192;  // whose magnitudes stand in shared memory
 constexpr int kMostStack = 4;             // the 16 rows of a warp belong to one row of the output
 constexpr int kWarpThreads = 32;
@@ -26,10 +29,13 @@ constexpr int64_t kMostSampleElements = int64_t(1) << 30;
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
-// The variable that tests choose the source by; unset: the best for the card.
-ConvSource source_for(const Card& card) {
+// The variable that tests choose the source by; unset: the best for the card, where it is the faster path.
+std::string asked_source() {
   const char* asked = std::getenv("FUSEDCONV_CUDA_SOURCE");
-  const std::string name = asked != nullptr ? asked : "";
+  return asked != nullptr ? asked : "";
+}
+
+ConvSource source_for(const Card& card, const std::string& name) {
   if (name == "none" || card.capability < 80) return ConvSource::kNone;
 #ifdef FUSEDCONV_HAS_SM90A
   if (card.capability == 90 && name != "sm_80") return ConvSource::kSm90a;
@@ -69,6 +75,21 @@ std::string reason_against(const Problem& problem) {
 
 int parts_of(const Problem& problem) {
   return problem.input.dtype == DType::kFloat32 && !problem.conv->tf32 ? 2 : 1;
+}
+
+// Whether PyTorch's conv is the faster one: it makes more of many products for a value, and of many channels.
+// Measured, see bench/NOTES.md; as it may not depend on the batch, with one that fills the card.
+bool is_slower(const Problem& problem, const ChainShape& chain) {
+  const Tensor& weight = problem.conv->weight;
+  const bool is_exact = parts_of(problem) == 2;
+  const int64_t products = weight.size[1] * weight.size[2] * weight.size[3] * chain.passes;
+  return weight.size[1] * (is_exact ? chain.passes : 1) > kMostFastChannels ||
+         products > (is_exact ? kMostFastExactProducts : kMostFastProducts);
+}
+
+// The same, of a kernel whose taps do not fit into shared memory at once.
+bool is_slower_in_parts(const ConvTiling& t, const ChainShape& chain) {
+  return chain.passes > 1 && t.by_chunks_down.value * t.by_chunks_across.value > 1;
 }
 
 void set_conv(ConvTiling& t, const Problem& problem) {
@@ -276,7 +297,7 @@ void set_panels(ConvTiling& t) {
   t.by_panel_bands = divisor(t.panel_bands);
   t.by_panel_phase_rows = divisor(t.panel_phase_rows);
   t.pack_team_warps = kPackWarps;
-  while (t.pack_team_warps > 1 && t.pack_team_warps / 2 * kWarpThreads >= t.panel_units)
+  while (t.pack_team_warps > 1 && t.pack_team_warps / 2 * kWarpThreads * kPackBatch >= t.panel_units)
     t.pack_team_warps /= 2;
   t.by_blocks_per_chunk = divisor(t.blocks_per_chunk);
   t.by_panels_down = divisor(t.panels_down);
@@ -367,19 +388,22 @@ ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-
 
 }  // namespace
 
-ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card) {
+ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& card) {
   const std::string reason = reason_against(problem);
   if (!reason.empty()) return two_steps(reason);
-  ConvPlan plan{source_for(card), "", {}, parts_of(problem)};
+  const std::string asked = asked_source();
+  if (asked.empty() && is_slower(problem, chain)) return two_steps("many channels or products for a value");
+  ConvPlan plan{source_for(card, asked), "", {}, parts_of(problem)};
   if (plan.source == ConvSource::kNone) return two_steps("no kernels of a conv for this card");
   const int columns = plan.source == ConvSource::kSm90a ? 256 : 128;  // as the kernels' products have
   const int64_t no_pool[2] = {1, 1};
-  const int64_t* pool = pools ? problem.arguments.pool : no_pool;
+  const int64_t* pool = chain.pools ? problem.arguments.pool : no_pool;
   ConvTiling& t = plan.tiling;
   set_conv(t, problem);
   set_units(t, problem.input);
-  const Planner planner{columns, plan.parts, pools, pool, card};
+  const Planner planner{columns, plan.parts, chain.pools, pool, card};
   if (!planner.set_tiling(t)) return two_steps("shared memory");
+  if (asked.empty() && is_slower_in_parts(t, chain)) return two_steps("a large kernel");
   if (!counts_items(t, problem, card)) return two_steps("more than 2^31 tiles");
   set_panels(t);
   set_steps(t);

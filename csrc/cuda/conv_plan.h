@@ -21,8 +21,12 @@ struct ConvPlan {
   int parts;  // of the operands: see conv_modes.cuh
 };
 
-// pools: whether the chain has a pool, whose windows tiles follow.
-ConvPlan plan_conv(const Problem& problem, bool pools, const Card& card);
+struct ChainShape {
+  bool pools;  // it has a pool, whose windows tiles follow
+  int passes;  // how often each value of the conv is computed
+};
+
+ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& card);
 
 }  // namespace cuda
 }  // namespace fusedconv

@@ -31,6 +31,7 @@ constexpr int kRows = 64;  // of one product
 constexpr int kMostTapRows = 16;
 constexpr int kMostStages = 2;         // of a group
 constexpr int kPackWarps = 8;          // of a block of threads that packs a panel
+constexpr int kPackBatch = 8;          // units of one of its threads on their way at once
 constexpr int kPanelUnits = 2048;      // about so many, of pixels: enough that their halo is little
 constexpr int kSharedHeadBytes = 384;  // barriers, and which tiles are in the stages
 constexpr int kMostSteps = 448;        // of a chunk; they are a kernel's parameters, of 4 KB in all

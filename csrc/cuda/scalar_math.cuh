@@ -53,20 +53,6 @@ FUSEDCONV_INLINE float exp(float x) {
 
 FUSEDCONV_INLINE double exp(double x) { return std::exp(x); }
 
-// exp(a - b)
-FUSEDCONV_INLINE float exp_of_difference(float a, float b) {
-#ifdef __CUDA_ARCH__
-  constexpr float kLog2E = 1.4426950408889634f;
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(a, kLog2E, b * -kLog2E)));
-  return y;
-#else
-  return std::exp(a - b);
-#endif
-}
-
-FUSEDCONV_INLINE double exp_of_difference(double a, double b) { return std::exp(a - b); }
-
 FUSEDCONV_INLINE float log(float x) {
 #ifdef __CUDA_ARCH__
   constexpr float kLn2 = 0.6931471805599453f;

@@ -37,7 +37,7 @@ struct LogSumExp {
     const T shift = shift_of(highest);
     sum *= exp(most - shift);
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) sum += exp_of_difference(x[k], shift);
+    for (int k = 0; k < kCount; ++k) sum += exp(x[k] - shift);
     most = highest;
   }
 
