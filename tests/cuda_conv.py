@@ -25,7 +25,7 @@ from helpers import BOUNDS, assert_close, on
 
 T = TypeVar("T")
 Pair = tuple[int, int]
-SOURCE = os.environ.setdefault("FUSEDCONV_CUDA_SOURCE", "best")
+SOURCE = os.environ.get("FUSEDCONV_CUDA_SOURCE", "best")
 
 
 @dataclass(frozen=True)

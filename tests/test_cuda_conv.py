@@ -38,7 +38,7 @@ from cuda_conv import (
 from fusedconv import _C
 from helpers import BOUNDS, assert_close, new_process, on, same_bits
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("source")]
 INF, NAN = math.inf, math.nan
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 modes = pytest.mark.parametrize("mode", MODES, ids=str)

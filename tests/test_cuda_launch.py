@@ -34,7 +34,7 @@ from cuda_conv import (
 from fusedconv import _C
 from helpers import assert_close, new_process, profile, same_bits
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("source")]
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 modes = pytest.mark.parametrize("mode", MODES, ids=str)
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -133,38 +133,56 @@ def test_no_plan_overflows(padding: int, dilation: int, side: int, reason: str) 
 
 @pytest.mark.skipif(SOURCE != "best", reason="a source is asked for")
 @pytest.mark.parametrize(
-    ("chain", "channels", "kernel", "tf32", "path"),
+    ("chain", "channels", "kernel", "size", "tf32", "path"),
     [
-        ("relu_hardswish", 64, 3, False, "direct"),
-        ("relu_hardswish", 65, 1, False, "two-step"),
-        ("relu_hardswish", 16, 7, False, "two-step"),
-        ("relu_hardswish", 16, 7, True, "direct"),
-        ("bias_scale_sigmoid_group_norm", 32, 3, False, "direct"),
-        ("bias_scale_sigmoid_group_norm", 33, 1, False, "two-step"),
-        ("bias_scale_sigmoid_group_norm", 64, 3, True, "direct"),
-        ("bias_scale_sigmoid_group_norm", 3, 7, False, "two-step"),
+        ("relu_hardswish", 64, (3, 3), (64, 64), False, "direct"),
+        ("relu_hardswish", 65, (1, 1), (64, 64), False, "two-step"),
+        ("relu_hardswish", 16, (7, 7), (64, 64), False, "two-step"),
+        ("relu_hardswish", 16, (7, 7), (64, 64), True, "direct"),
+        ("relu_hardswish", 1, (7, 1), (4096, 1), False, "two-step, memory"),
+        ("bias_scale_sigmoid_group_norm", 32, (3, 3), (64, 64), False, "direct"),
+        ("bias_scale_sigmoid_group_norm", 33, (1, 1), (64, 64), False, "two-step"),
+        ("bias_scale_sigmoid_group_norm", 64, (3, 3), (64, 64), True, "direct"),
     ],
 )
 def test_the_faster_path(
-    chain: str, channels: int, kernel: int, tf32: bool, path: str, monkeypatch: pytest.MonkeyPatch
+    chain: str,
+    channels: int,
+    kernel: tuple[int, int],
+    size: tuple[int, int],
+    tf32: bool,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the channels, the products of a value and the passes, unless a source is asked for."""
-    side = 64
+    """By the channels, the products of a value, the passes and the memory, unless a source is asked for."""
+
+    def contiguous(*shape: int) -> tuple[int, list[int], list[int]]:
+        return _C.FLOAT32, list(shape), list(torch.empty(shape, device="meta").stride())
 
     def reason() -> str:
         numbers = (4, 1e-5, (1, 1), 0.0, 1.0)
-        input = (_C.FLOAT32, [1, channels, side, side], [channels * side**2, side**2, side, 1])
-        weight = (_C.FLOAT32, [8, channels, kernel, kernel], [channels * kernel**2, kernel**2, kernel, 1])
-        output = (_C.FLOAT32, [1, 8, side, side], [8 * side**2, side**2, side, 1])
-        conv = (weight, 2 * (1,), 2 * (kernel // 2,), 2 * (1,), tf32)
+        padding = (kernel[0] // 2, kernel[1] // 2)
+        conv = (contiguous(8, channels, *kernel), (1, 1), padding, (1, 1), tf32)
         names = ("input", "weight") if chain == "relu_hardswish" else ("input", "weight", "bias", "scale")
         tensors = [(name, _C.FLOAT32) for name in names]
-        launch = _C.Launch(chain, tensors, input, conv, numbers, output)
+        launch = _C.Launch(
+            chain, tensors, contiguous(1, channels, *size), conv, numbers, contiguous(1, 8, *size)
+        )
         return str(launch.prepare_cuda(torch.cuda.current_device())[1])
 
     assert reason().startswith("direct")
     monkeypatch.delenv("FUSEDCONV_CUDA_SOURCE")
     assert reason().startswith(path)
+
+
+def test_an_unknown_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCONV_CUDA_SOURCE", "sm90")
+    forget()
+    x, weight = torch.rand(1, 3, 5, 5, device="cuda"), torch.rand(4, 3, 3, 3, device="cuda")
+    with pytest.raises(
+        ValueError, match="FUSEDCONV_CUDA_SOURCE is 'sm90', not one of best, sm_90a, sm_80, none"
+    ):
+        torch.ops.fusedconv.conv2d_relu_hardswish(x, weight, None)
 
 
 @conv_rows

@@ -71,8 +71,8 @@ __device__ void copy_pixels(const ConvProblem& p, const Tile& tile, int chunk, c
                             uint8_t* stage) {
   const ConvTiling& t = p.tiling;
   const int run = t.phase_rows * t.pitch;
-  const uint4* from =
-      p.pixels + (tile.panel * t.chunks + chunk) * Mode::kParts * chunk_units(t) + tile.panel_row * t.pitch;
+  const uint4* from = p.pixels + (int64_t(tile.panel) * t.chunks + chunk) * Mode::kParts * chunk_units(t) +
+                      tile.panel_row * t.pitch;
   for (int part = 0; part < Mode::kParts; ++part) {
     for (int block = 0; block < t.blocks_per_chunk; ++block) {
       uint8_t* to = stage + part * t.pixels_bytes + block * t.plane * kUnitBytes;
@@ -160,17 +160,35 @@ __device__ void add_chunk(float (&d)[SourceOfTiles::kColumns / 2], Operands oper
   }
 }
 
+// Whether the tensor cores' products of a tile are right, for all threads of its group. exponent: of its
+// panel.
+__device__ inline bool products_are_right(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
+                                          int exponent, int barrier) {
+  if (!rows.are_finite || exponent == kNonFinite) return false;
+  return !rows.are_wide || !any_of_threads(barrier, kGroupThreads, loses_digits(p, tile, rows, exponent));
+}
+
+// Puts the conv's output in place of a tile's accumulators, by plain arithmetic.
+template <class Mode, int kColumns>
+__device__ void recompute_tile(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
+                               float (&d)[kColumns / 2], uint8_t* staging, int barrier) {
+  sync_threads(barrier, kGroupThreads);  // other threads' sums of chunks may stand in the same memory
+  recompute<Mode, kColumns>(p, tile, rows, d, reinterpret_cast<float*>(staging));
+  sync_threads(barrier, kGroupThreads);  // and what a pass writes next
+}
+
 template <class SourceOfTiles, class Mode, class Pass>
 __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group, int items) {
   constexpr int kColumns = SourceOfTiles::kColumns;
   const ConvTiling& t = p.tiling;
+  const int barrier = group + 1;
   const int half = uniform(half_of_thread());
   StageFiller<Mode, Pass> filler(p, s, group, items);
   const bool fills = uniform(threadIdx.x % kGroupThreads / kWarpThreads) == 0;
   if (fills) {
     for (int i = 0; i < t.stages; ++i) filler.next();
   }
-  Pass pass(p, s.staging, s.carry, group + 1);
+  Pass pass(p, s.staging, s.carry, barrier);
   Ring ring;
   ThreadRows rows;
   const PixelMask whole = pixel_mask<kColumns>(t, rows.stacked(t), t.tile_rows, t.tile_cols);
@@ -199,16 +217,13 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
       if (fills) filler.next();
       ring.next(t.stages);
     }
-    bool finite = rows.are_finite && exponent != kNonFinite;
-    if (rows.are_wide)
-      finite &= !any_of_threads(group + 1, kGroupThreads, loses_digits(p, tile, rows, exponent));
+    const bool is_right = products_are_right(p, tile, rows, exponent, barrier);
     pass.before_staging();
     Scaling scaling;
-    if (finite) {
+    if (is_right) {
       scaling = scaling_of<Mode>(d, rows, exponent);
     } else {
-      recompute<Mode, kColumns>(p, tile, rows, d, reinterpret_cast<float*>(s.staging));
-      sync_threads(group + 1, kGroupThreads);  // the pass writes where other threads' values were
+      recompute_tile<Mode, kColumns>(p, tile, rows, d, s.staging, barrier);
     }
     pass.template finish<kColumns>(tile, rows, d, scaling);
   }

@@ -26,7 +26,8 @@ class LogSumExpPass : public PassBase {
     constexpr int kPitch = 2 * kColumns + cuda::kStagingPadding;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      float* to = staging() + staging_row(k) * kPitch + half_of_thread() * kColumns + lane() % 4 * 2;
+      float* to =
+          staging() + staging_row(k) * kPitch + half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
       const Channel<float>& channel = channels_.channel[k];
 #pragma unroll
       for (int i = 0; i < kColumns / 2; i += 4) {

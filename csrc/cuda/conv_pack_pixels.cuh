@@ -90,10 +90,9 @@ __device__ void load_unit(const ConvProblem& p, const ChannelPlane<Mode>& plane,
   const int phase = t.by_panel_phase_rows.divide(slot);
   const int row = (slot - phase * t.panel_phase_rows) * t.stack + phase;
   const int col = index - slot * t.pitch;
-  // Within a sample offsets fit in ints.
-  const int col_stride = int(p.input.stride[3]);
+  const int64_t col_stride = p.input.stride[3];
   const int64_t channel_stride = p.input.stride[1];
-  const In* at = plane.first + row * int(p.input.stride[2]) + col * col_stride;
+  const In* at = plane.first + row * p.input.stride[2] + col * col_stride;
   const bool is_row = index < t.panel_units && unsigned(plane.row + row) < unsigned(t.in_size[0]);
   const auto exists = [&](int shift) {
     return is_row && unsigned(plane.col + col + shift) < unsigned(t.in_size[1]);

@@ -63,7 +63,8 @@ __device__ int describe_row(const ConvProblem& p, int row, int out_channel) {
   most = __reduce_max_sync(~0u, most);
   int least = 0;
   for (int c = lane_of_thread(); c < t.in_channels; c += kWarpThreads) {
-    if (share[c] != kNoShare) share[c] -= exponent_of(most);
+    if (share[c] == kNoShare) continue;  // zeros lose no digits
+    share[c] -= exponent_of(most);
     least = min(least, share[c]);
   }
   const bool is_wide = most != 0 && __any_sync(~0u, least < -kExactBits);

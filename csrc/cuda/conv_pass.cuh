@@ -68,7 +68,6 @@ class PassBase {
   static constexpr int kWarps = kGroupThreads / kWarpThreads;
   static constexpr int kWarpChannels = kRows / kWarps;  // each warp's share of a block of rows
   __device__ static int thread() { return threadIdx.x % kGroupThreads; }
-  __device__ static int lane() { return threadIdx.x % kWarpThreads; }
   __device__ static int warp() { return thread() / kWarpThreads; }
   __device__ float* staging() const { return reinterpret_cast<float*>(staging_); }
   // The row of staging memory for the k-th row of accumulators.

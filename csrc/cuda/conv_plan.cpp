@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 #include <set>
+#include <stdexcept>
 
 namespace fusedconv {
 namespace cuda {
@@ -18,12 +19,10 @@ constexpr int kMostFastExactProducts = 600;
 constexpr int kMostInputChannels = 8192;  // whose magnitudes stand in shared memory
 constexpr int kMostStack = 4;             // the 16 rows of a warp belong to one row of the output
 constexpr int kWarpThreads = 32;
-constexpr int kGroups = 2;                        // of threads
 constexpr int kMostTapChunks = 9;                 // each has panels of its own
 constexpr int64_t kMostReach = int64_t(1) << 15;  // of a kernel: a plane of a tile's units has 32 bits
 constexpr int64_t kMostSide = int64_t(1) << 28;   // of the padded input: so have pixels and windows
-// Byte offsets within a sample have 32 bits. They are counted from a tile's first pixel, which may be so far
-// outside of the map as the padding is wide.
+// Offsets within a sample's output have 32 bits, and rows and columns of the padded input.
 constexpr int64_t kMostSampleElements = int64_t(1) << 30;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -32,7 +31,11 @@ int round_up(int a, int b) { return ceil_div(a, b) * b; }
 // The variable that tests choose the source by; unset: the best for the card, where it is the faster path.
 std::string asked_source() {
   const char* asked = std::getenv("FUSEDCONV_CUDA_SOURCE");
-  return asked != nullptr ? asked : "";
+  const std::string name = asked != nullptr ? asked : "";
+  for (const char* known : {"", "best", "sm_90a", "sm_80", "none"})
+    if (name == known) return name;
+  throw std::invalid_argument("FUSEDCONV_CUDA_SOURCE is '" + name +
+                              "', not one of best, sm_90a, sm_80, none");
 }
 
 ConvSource source_for(const Card& card, const std::string& name) {
@@ -275,32 +278,47 @@ bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t
   return false;
 }
 
-// As many bands as make a panel of the size that is wanted, all panels of nearly the same one.
-void set_panels(ConvTiling& t) {
-  const auto set_bands = [&](int bands) {
-    const int rows = (bands - 1) * t.band_rows + t.sub_tiles * t.tile_rows;
-    t.panel_bands = bands;
-    t.panel_phase_rows = phase_rows(t, ceil_div(rows, t.stack));
-    t.panel_units = t.stack * t.panel_phase_rows * t.pitch;
-  };
-  int most = 1;
-  if (t.band_rows % t.stack == 0) {  // a tile starts where its first row of a stack does
-    for (; most < t.bands; ++most) {
-      set_bands(most + 1);
-      if (int64_t(t.chunks) * t.blocks_per_chunk * t.panel_units > kPanelUnits) break;
-    }
+// As many bands as make a panel of the size that is wanted, or more until little of it is packed twice, all
+// panels of nearly the same size; false if one band is too large for a panel.
+bool set_panels(ConvTiling& t) {
+  constexpr int64_t kMostUnits = int64_t(1) << 28;
+  constexpr double kLittle = 1.25;
+  const auto rows = [&](int bands) { return (bands - 1) * t.band_rows + t.sub_tiles * t.tile_rows; };
+  const auto phase_rows_of = [&](int bands) { return phase_rows(t, ceil_div(rows(bands), t.stack)); };
+  const auto units = [&](int bands) { return int64_t(t.stack) * phase_rows_of(bands) * t.pitch; };
+  if (units(1) > kMostUnits) return false;
+  int bands = 1;
+  const bool aligned = t.band_rows % t.stack == 0;  // a tile starts where its first row of a stack does
+  while (aligned && bands < t.bands && units(bands + 1) <= kMostUnits) {
+    const bool is_small = t.chunks * t.blocks_per_chunk * units(bands + 1) <= kPanelUnits;
+    if (!is_small && t.stack * phase_rows_of(bands) <= kLittle * rows(bands)) break;
+    ++bands;
   }
-  t.panels_down = ceil_div(t.bands, most);
-  set_bands(ceil_div(t.bands, t.panels_down));
+  t.panels_down = ceil_div(t.bands, bands);
+  t.panel_bands = ceil_div(t.bands, t.panels_down);
   t.panels_down = ceil_div(t.bands, t.panel_bands);
-  t.by_pitch = divisor(t.pitch);
-  t.by_panel_bands = divisor(t.panel_bands);
-  t.by_panel_phase_rows = divisor(t.panel_phase_rows);
+  t.panel_phase_rows = phase_rows_of(t.panel_bands);
+  t.panel_units = int(units(t.panel_bands));
   t.pack_team_warps = kPackWarps;
   while (t.pack_team_warps > 1 && t.pack_team_warps / 2 * kWarpThreads * kPackBatch >= t.panel_units)
     t.pack_team_warps /= 2;
+  t.by_pitch = divisor(t.pitch);
+  t.by_panel_bands = divisor(t.panel_bands);
+  t.by_panel_phase_rows = divisor(t.panel_phase_rows);
   t.by_blocks_per_chunk = divisor(t.blocks_per_chunk);
   t.by_panels_down = divisor(t.panels_down);
+  return true;
+}
+
+// Whether what is packed of a sample would take much more memory than the conv's input and output: of one
+// narrow column a panel has eight.
+bool takes_much_memory(const ConvTiling& t) {
+  constexpr double kMuch = 2;
+  const double packed =
+      double(t.chunks) * t.blocks_per_chunk * t.panel_units * kUnitElements * t.panels_down * t.tiles_across;
+  const double input = double(t.in_channels) * t.in_size[0] * t.in_size[1];
+  const double output = double(t.out_channels) * t.out_size[0] * t.out_size[1];
+  return packed > kMuch * (input + output);
 }
 
 // Once all else is known.
@@ -403,9 +421,11 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
   set_units(t, problem.input);
   const Planner planner{columns, plan.parts, chain.pools, pool, card};
   if (!planner.set_tiling(t)) return two_steps("shared memory");
-  if (asked.empty() && is_slower_in_parts(t, chain)) return two_steps("a large kernel");
+  if (asked.empty() && plan.source == ConvSource::kSm90a && is_slower_in_parts(t, chain))
+    return two_steps("a large kernel");
   if (!counts_items(t, problem, card)) return two_steps("more than 2^31 tiles");
-  set_panels(t);
+  if (!set_panels(t)) return two_steps("a band of too many rows");
+  if (asked.empty() && takes_much_memory(t)) return two_steps("memory for the packed input");
   set_steps(t);
   plan.reason = describe(plan);
   return plan;

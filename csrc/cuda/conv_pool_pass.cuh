@@ -56,7 +56,7 @@ class PoolPass : public PassBase {
   template <int kColumns, int kUnit>
   __device__ void stage(const ThreadRows& rows, const float (&d)[kColumns / 2],
                         const Scaling& scaling) const {
-    const int column = half_of_thread() * kColumns + lane() % 4 * 2;
+    const int column = half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       float* to = staging() + staging_row(k) * kPitch<kColumns, kUnit> + column / kUnit;
@@ -72,7 +72,7 @@ class PoolPass : public PassBase {
         }
       }
     }
-    if (rows.stacked(p_.tiling) == 0 && lane() % 4 == 0 && half_of_thread() == 0) {
+    if (rows.stacked(p_.tiling) == 0 && lane_of_thread() % 4 == 0 && half_of_thread() == 0) {
       signs()[staging_row(0)] = sign_[0];
       signs()[staging_row(1)] = sign_[1];
     }
@@ -98,7 +98,7 @@ class PoolPass : public PassBase {
     for (int window = 0; window < windows_down; ++window) {
       const int row = window * window_rows;
       const int rows = min(window_rows, tile.rows - row);
-      for (int i = lane(); i < windows_across; i += kWarpThreads) {
+      for (int i = lane_of_thread(); i < windows_across; i += kWarpThreads) {
         float most[kWarpChannels];
 #pragma unroll
         for (float& x : most) x = -INFINITY;

@@ -64,7 +64,7 @@ struct ChunkPlace {
 // Two groups of eight warps. Of a tile's columns the first four warps of a group have the first half.
 constexpr int kHalfThreads = 128;
 constexpr int kGroupThreads = 2 * kHalfThreads;
-constexpr int kGroups = 2;
+using cuda::kGroups;
 constexpr int kConvThreads = kGroups * kGroupThreads;
 
 // A tile's parts: one for each row of the stack and half of the columns.

@@ -92,7 +92,7 @@ class StorePass : public PassBase {
 #pragma unroll
     for (int k = 0; k < 2; ++k)
       of_row[k] = to + (rows.channel(k) - tile.row_block * kRows) * channel_stride +
-                  rows.stacked(t) * row_stride + lane() % 4 * 2 * col_stride;
+                  rows.stacked(t) * row_stride + lane_of_thread() % 4 * 2 * col_stride;
     const bool pairs = col_stride == 1 && row_stride % 2 == 0 && channel_stride % 2 == 0 &&
                        tile.cols % 2 == 0 && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Out)) == 0 &&
                        rows.channel(1) < t.out_channels;
@@ -154,8 +154,8 @@ class StorePass : public PassBase {
   template <class Out>
   __device__ void bulk_copy_runs(const Out* from, int pitch, Out* to, int64_t stride, int channels,
                                  int bytes) {
-    const int c = warp() * kWarpChannels + lane();
-    if (lane() >= kWarpChannels || c >= channels) return;
+    const int c = warp() * kWarpChannels + lane_of_thread();
+    if (lane_of_thread() >= kWarpChannels || c >= channels) return;
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + c * stride),
                  "r"(shared_address(from + c * pitch)), "r"(bytes)
                  : "memory");

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "architecture.h"
 #include "context_guard.h"
 #include "error.h"
 #include "kernels.h"
@@ -25,25 +26,6 @@ int attribute_of(int device, cudaDeviceAttr attribute) {
   return value;
 }
 
-// Looked up once for each device.
-cuda::Card card_of(int device) {
-  static std::mutex mutex;
-  static std::map<int, cuda::Card> cards;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = cards.find(device);
-  if (found != cards.end()) return found->second;
-  const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
-                         attribute_of(device, cudaDevAttrComputeCapabilityMinor);
-  constexpr int kGraphsOverlap = 12030;  // CUDA 12.3: since then captured graphs know of it too
-  int driver = 0;
-  check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-  const cuda::Card card{capability, attribute_of(device, cudaDevAttrMultiProcessorCount),
-                        attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                        capability >= 90 && driver >= kGraphsOverlap};
-  cards.emplace(device, card);
-  return card;
-}
-
 // A capture on any thread forbids what loading code may do, unless this thread says that it does not mind.
 class RelaxedCapture {
  public:
@@ -55,6 +37,34 @@ class RelaxedCapture {
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
+
+// Whether kernels may overlap: they must have been compiled to wait for one another, and a captured graph
+// must know of it, which it does since CUDA 12.3.
+bool overlaps_kernels() {
+  constexpr int kFirstArchitecture = 90;
+  constexpr int kFirstDriver = 12030;
+  const RelaxedCapture relaxed;
+  int architecture = 0;
+  int driver = 0;
+  check_cuda(cuda::find_architecture(architecture), "cudaFuncGetAttributes");
+  check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+  return architecture >= kFirstArchitecture && driver >= kFirstDriver;
+}
+
+// Of the current device; looked up once for each.
+cuda::Card card_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, cuda::Card> cards;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = cards.find(device);
+  if (found != cards.end()) return found->second;
+  const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
+                         attribute_of(device, cudaDevAttrComputeCapabilityMinor);
+  const cuda::Card card{capability, attribute_of(device, cudaDevAttrMultiProcessorCount),
+                        attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin), overlaps_kernels()};
+  cards.emplace(device, card);
+  return card;
+}
 
 cudaError_t load_all_kernels(const cuda::Card& card) {
   const RelaxedCapture relaxed;
@@ -128,7 +138,10 @@ std::string cuda_status(int device) {
 CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device) {
   const cuda::Kernel& kernel = find_kernel(chain);
   const std::string name = (problem.conv != nullptr ? "conv2d_" : "") + chain;
-  const cuda::Card card = naming(name, [&] { return card_of(device); });
+  const cuda::Card card = naming(name, [&] {
+    const ContextGuard guard(device);
+    return card_of(device);
+  });
   cuda::ConvPlan plan{};
   if (problem.conv != nullptr) {
     plan = kernel.plan(problem, card);

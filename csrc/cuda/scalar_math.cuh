@@ -27,17 +27,6 @@ FUSEDCONV_INLINE float maximum(float a, float b) {
 
 FUSEDCONV_INLINE double maximum(double a, double b) { return a > b || a != a ? a : b; }
 
-// NaN wins, as in torch.minimum.
-FUSEDCONV_INLINE float minimum(float a, float b) {
-#ifdef __CUDA_ARCH__
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-#else
-  return a < b || a != a ? a : b;
-#endif
-}
-
 // exp(kTimes * x)
 template <int kTimes = 1>
 FUSEDCONV_INLINE float exp(float x) {

@@ -55,17 +55,6 @@ __device__ void copy_pack(Element* shared, const Element* global) {
   }
 }
 
-// The same if what is copied exists; else zeros.
-template <int kCount, class Element>
-__device__ void copy_pack_if(bool exists, Element* shared, const Element* global) {
-  constexpr size_t kBytes = sizeof(Pack<Element, kCount>);
-  if constexpr (kBytes >= 4) {
-    __pipeline_memcpy_async(shared, global, kBytes, exists ? 0 : kBytes);
-  } else {
-    store_pack<kCount>(shared, exists ? load_pack<kCount>(global) : Pack<Element, kCount>{});
-  }
-}
-
 // Until this thread's copies have arrived; other threads see them after a barrier.
 __device__ inline void wait_for_copies() {
   __pipeline_commit();
