@@ -135,19 +135,19 @@ def test_no_plan_overflows(padding: int, dilation: int, side: int, reason: str) 
 @pytest.mark.parametrize(
     ("chain", "channels", "kernel", "size", "tf32", "path"),
     [
-        ("relu_hardswish", 64, (3, 3), (64, 64), False, "direct"),
-        ("relu_hardswish", 65, (1, 1), (64, 64), False, "two-step"),
-        ("relu_hardswish", 16, (7, 7), (64, 64), False, "two-step"),
-        ("relu_hardswish", 16, (7, 7), (64, 64), True, "direct"),
-        ("relu_hardswish", 1, (7, 1), (4096, 1), False, "two-step, memory"),
-        ("bias_scale_sigmoid_group_norm", 32, (3, 3), (64, 64), False, "direct"),
-        ("bias_scale_sigmoid_group_norm", 33, (1, 1), (64, 64), False, "two-step"),
-        ("bias_scale_sigmoid_group_norm", 64, (3, 3), (64, 64), True, "direct"),
+        ("relu_hardswish", (64, 32), (3, 3), (64, 64), False, "direct"),
+        ("relu_hardswish", (65, 32), (1, 1), (64, 64), False, "two-step"),
+        ("relu_hardswish", (16, 32), (7, 7), (64, 64), False, "two-step"),
+        ("relu_hardswish", (16, 32), (7, 7), (64, 64), True, "direct"),
+        ("relu_hardswish", (1, 8), (7, 1), (4096, 1), False, "two-step, memory"),
+        ("bias_scale_sigmoid_group_norm", (32, 32), (3, 3), (64, 64), False, "direct"),
+        ("bias_scale_sigmoid_group_norm", (33, 32), (1, 1), (64, 64), False, "two-step"),
+        ("bias_scale_sigmoid_group_norm", (64, 32), (3, 3), (64, 64), True, "direct"),
     ],
 )
 def test_the_faster_path(
     chain: str,
-    channels: int,
+    channels: tuple[int, int],
     kernel: tuple[int, int],
     size: tuple[int, int],
     tf32: bool,
@@ -162,11 +162,12 @@ def test_the_faster_path(
     def reason() -> str:
         numbers = (4, 1e-5, (1, 1), 0.0, 1.0)
         padding = (kernel[0] // 2, kernel[1] // 2)
-        conv = (contiguous(8, channels, *kernel), (1, 1), padding, (1, 1), tf32)
+        c_in, c_out = channels
+        conv = (contiguous(c_out, c_in, *kernel), (1, 1), padding, (1, 1), tf32)
         names = ("input", "weight") if chain == "relu_hardswish" else ("input", "weight", "bias", "scale")
         tensors = [(name, _C.FLOAT32) for name in names]
         launch = _C.Launch(
-            chain, tensors, contiguous(1, channels, *size), conv, numbers, contiguous(1, 8, *size)
+            chain, tensors, contiguous(1, c_in, *size), conv, numbers, contiguous(1, c_out, *size)
         )
         return str(launch.prepare_cuda(torch.cuda.current_device())[1])
 
