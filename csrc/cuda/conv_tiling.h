@@ -33,7 +33,7 @@ constexpr int kGroups = 2;             // of threads, that take turns at tiles
 constexpr int kMostStages = 2;         // of a group
 constexpr int kPackWarps = 8;          // of a block of threads that packs a panel
 constexpr int kPackBatch = 8;          // units of one of its threads on their way at once
-constexpr int kPanelUnits = 2048;      // about so many, of pixels: enough that their halo is little
+constexpr int kPanelUnits = 2048;      // about so many, of pixels, or more where most of them would be halo
 constexpr int kSharedHeadBytes = 384;  // barriers, and which tiles are in the stages
 constexpr int kMostSteps = 448;        // of a chunk; they are a kernel's parameters, of 4 KB in all
 // Of a row of the staging memory of a tile, beyond its columns: so neighbouring rows do not meet in the same
