@@ -46,6 +46,11 @@ struct Chain {
   // changes nothing. Without statistics there is no rest: Pre is applied with all the others.
   static constexpr bool kKeepsConv = Post::kReadsConv || std::is_same_v<Pre, Sequence<>> || !kNeedsStatistics;
 
+  // The affine stages that it starts with, and the chain that is left then. None where Post wants v back.
+  using Start = AffineStart<std::conditional_t<Post::kReadsConv, Sequence<>, Pre>>;
+  using Left =
+      Chain<std::conditional_t<Post::kReadsConv, Pre, typename Start::Rest>, Norm, Post, Reduce, Final>;
+
   // Pre(v) from what was kept.
   template <class X, class T>
   static FUSEDCONV_INLINE X before_norm(X kept, const Channel<T>& channel) {

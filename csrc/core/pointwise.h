@@ -2,6 +2,8 @@
 // output at the same place, channel the parameters of its channel. X is the target's value type (see math.h).
 #pragma once
 
+#include <type_traits>
+
 #include "math.h"
 #include "target.h"
 
@@ -24,6 +26,7 @@ struct Channel {
 struct Stage {
   static constexpr bool kReadsChannel = false;
   static constexpr bool kReadsConv = false;
+  static constexpr bool kIsAffine = false;  // x * factor + offset; then it has compose(), see AffineStart
 };
 
 struct ChannelStage : Stage {
@@ -31,16 +34,31 @@ struct ChannelStage : Stage {
 };
 
 struct AddBias : ChannelStage {
+  static constexpr bool kIsAffine = true;
+
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
     return x + channel.bias;
   }
+
+  template <class T>
+  static FUSEDCONV_INLINE void compose(T&, T& offset, const Channel<T>& channel) {
+    offset += channel.bias;
+  }
 };
 
 struct MultiplyScale : ChannelStage {
+  static constexpr bool kIsAffine = true;
+
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
     return x * channel.scale;
+  }
+
+  template <class T>
+  static FUSEDCONV_INLINE void compose(T& factor, T& offset, const Channel<T>& channel) {
+    factor *= channel.scale;
+    offset *= channel.scale;
   }
 };
 
@@ -131,6 +149,30 @@ struct Sequence<First, Rest...> {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X v, const Channel<T>& channel) {
     return Sequence<Rest...>::value(First::value(x, v, channel), v, channel);
+  }
+};
+
+// The affine stages that a sequence starts with, as one: compose() takes them into x * factor + offset, for a
+// schedule that multiplies and adds anyhow. Rest is what comes after them.
+template <class Stages>
+struct AffineStart {
+  using Rest = Stages;
+
+  template <class T>
+  static FUSEDCONV_INLINE void compose(T&, T&, const Channel<T>&) {}
+};
+
+template <class First, class... More>
+struct AffineStart<Sequence<First, More...>> {
+  using Next = AffineStart<Sequence<More...>>;
+  using Rest = std::conditional_t<First::kIsAffine, typename Next::Rest, Sequence<First, More...>>;
+
+  template <class T>
+  static FUSEDCONV_INLINE void compose(T& factor, T& offset, const Channel<T>& channel) {
+    if constexpr (First::kIsAffine) {
+      First::compose(factor, offset, channel);
+      Next::compose(factor, offset, channel);
+    }
   }
 };
 

@@ -30,15 +30,25 @@ struct ThreadChannels {
   }
 };
 
-// Puts Pre(v) in place of accumulators, where there is anything to do: else they stay as they are, to be
-// scaled when they are fewer.
+// Takes affine stages into a scaling.
+template <class Start, bool kReads>
+__device__ void compose(Scaling& scaling, const ThreadChannels<kReads>& channels) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) Start::compose(scaling.factor[k], scaling.bias[k], channels.channel[k]);
+}
+
+// Puts Pre(v) in place of accumulators, as far as it is not affine: that is left to the scaling, for when
+// they are fewer.
 template <class Pre, bool kReads, int kCount>
 __device__ void apply(float (&d)[kCount], const ThreadChannels<kReads>& channels, Scaling& scaling) {
-  if constexpr (!std::is_same_v<Pre, Sequence<>>) {
+  using Start = AffineStart<Pre>;
+  using Rest = typename Start::Rest;
+  compose<Start>(scaling, channels);
+  if constexpr (!std::is_same_v<Rest, Sequence<>>) {
     unscale(d, scaling);
     scaling = {};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) d[i] = Pre::value(d[i], d[i], channels.channel[i / 2 % 2]);
+    for (int i = 0; i < kCount; ++i) d[i] = Rest::value(d[i], d[i], channels.channel[i / 2 % 2]);
   }
 }
 

@@ -22,12 +22,13 @@ class StorePass : public PassBase {
 
   template <int kColumns>
   __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
-                         const Scaling& scaling) {
+                         Scaling scaling) {
+    compose<typename Chain::Start>(scaling, channels_);
     unscale(d, scaling);
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) {
       const Channel<float>& channel = channels_.channel[i / 2 % 2];
-      const float y = Chain::value(d[i], channel);
+      const float y = Chain::Left::value(d[i], channel);
       d[i] = Chain::Final::value(y, y, channel);
     }
     using In = typename Mode::In;
