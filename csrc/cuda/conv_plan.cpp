@@ -278,11 +278,11 @@ bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t
   return false;
 }
 
-// As many bands as make a panel of the size that is wanted, or more until little of it is packed twice, all
+// As many bands as make a panel of the size that is wanted, or more until a third at most is packed twice, all
 // panels of nearly the same size; false if one band is too large for a panel.
 bool set_panels(ConvTiling& t) {
   constexpr int64_t kMostUnits = int64_t(1) << 28;
-  constexpr double kLittle = 1.25;
+  constexpr double kMuch = 1.34;  // what is packed over what is needed
   const auto rows = [&](int bands) { return (bands - 1) * t.band_rows + t.sub_tiles * t.tile_rows; };
   const auto phase_rows_of = [&](int bands) { return phase_rows(t, ceil_div(rows(bands), t.stack)); };
   const auto units = [&](int bands) { return int64_t(t.stack) * phase_rows_of(bands) * t.pitch; };
@@ -291,7 +291,7 @@ bool set_panels(ConvTiling& t) {
   const bool aligned = t.band_rows % t.stack == 0;  // a tile starts where its first row of a stack does
   while (aligned && bands < t.bands && units(bands + 1) <= kMostUnits) {
     const bool is_small = t.chunks * t.blocks_per_chunk * units(bands + 1) <= kPanelUnits;
-    if (!is_small && t.stack * phase_rows_of(bands) <= kLittle * rows(bands)) break;
+    if (!is_small && t.stack * phase_rows_of(bands) <= kMuch * rows(bands)) break;
     ++bands;
   }
   t.panels_down = ceil_div(t.bands, bands);
