@@ -278,8 +278,8 @@ bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t
   return false;
 }
 
-// As many bands as make a panel of the size that is wanted, or more until a third at most is packed twice, all
-// panels of nearly the same size; false if one band is too large for a panel.
+// As many bands as make a panel of the size that is wanted, or more until a third at most is packed twice,
+// all panels of nearly the same size; false if one band is too large for a panel.
 bool set_panels(ConvTiling& t) {
   constexpr int64_t kMostUnits = int64_t(1) << 28;
   constexpr double kMuch = 1.34;  // what is packed over what is needed
