@@ -193,7 +193,7 @@ class MomentsPass : public PassBase {
   __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
     channels_.load(p_, tile, rows, nullptr);
   }
-  __device__ void before_staging() {}  // each thread has its own part of it
+  __device__ void before_staging() {}  // it stages nothing; sums of chunks are each thread's own
 
   template <int kColumns>
   __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
