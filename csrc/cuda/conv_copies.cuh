@@ -15,9 +15,10 @@ class UnitCopies {
   static constexpr int kArrivals = 1;  // at the barrier, in each round
 
   // All lanes make the same calls. bytes: of all copies together.
-  __device__ UnitCopies(uint64_t* barrier, int bytes) : barrier_(shared_address(barrier)) {
+  __device__ UnitCopies(uint64_t* barrier, int bytes) : barrier_(barrier) {
     if (lane_of_thread() == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier_), "r"(bytes)
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier_)),
+                   "r"(bytes)
                    : "memory");
   }
   __device__ void copy(void* to, const uint4* from, int units) const {
@@ -25,28 +26,28 @@ class UnitCopies {
       asm volatile(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
               shared_address(to)),
-          "l"(from), "r"(units * kUnitBytes), "r"(barrier_)
+          "l"(from), "r"(units * kUnitBytes), "r"(shared_address(barrier_))
           : "memory");
   }
   __device__ void end() const {}
 #else
   static constexpr int kArrivals = kWarpThreads + 1;
 
-  __device__ UnitCopies(uint64_t* barrier, int) : barrier_(shared_address(barrier)) {}
+  __device__ UnitCopies(uint64_t* barrier, int) : barrier_(barrier) {}
   __device__ void copy(void* to, const uint4* from, int units) const {
     for (int i = lane_of_thread(); i < units; i += kWarpThreads)
       __pipeline_memcpy_async(static_cast<uint4*>(to) + i, from + i, kUnitBytes);
   }
   // Each lane arrives once its own copies have, and one for what it wrote itself.
   __device__ void end() const {
-    if (lane_of_thread() == 0)
-      asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier_) : "memory");
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier_) : "memory");
+    if (lane_of_thread() == 0) arrive(barrier_);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_))
+                 : "memory");
   }
 #endif
 
  private:
-  const uint32_t barrier_;
+  uint64_t* const barrier_;
 };
 
 }  // namespace FUSEDCONV_TARGET

@@ -11,7 +11,7 @@ namespace {
 
 // The first blocks pack weights, a warp a row; each of the others packs a panel.
 template <class Mode>
-__global__ void __launch_bounds__(kPackThreads, 2)
+__global__ void __launch_bounds__(kPackThreads, kPackBlocks)
     pack_conv_operands(const __grid_constant__ ConvProblem p, int weight_blocks) {
   extern __shared__ unsigned magnitudes[];
   const int block = blockIdx.x;
@@ -37,8 +37,7 @@ cudaError_t launch_pack(const ConvProblem& p, cudaStream_t stream) {
 
 template <class Mode>
 cudaError_t load_pack() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, pack_conv_operands<Mode>);
+  return load_kernel(pack_conv_operands<Mode>);
 }
 
 #define FUSEDCONV_PACK(Mode)                                                \

@@ -13,6 +13,7 @@ inline namespace FUSEDCONV_TARGET {
 using cuda::kPackBatch;
 using cuda::kPackWarps;
 constexpr int kPackThreads = kPackWarps * kWarpThreads;
+constexpr int kPackBlocks = 2;  // of a multiprocessor: one loads while another stores
 
 __device__ inline int pack_warp() { return threadIdx.x / kWarpThreads; }
 

@@ -76,8 +76,7 @@ cudaError_t launch_pointwise(const ConvProblem& p, bool overlaps, cudaStream_t s
 // Loads its kernel onto the current device.
 template <class Chain>
 cudaError_t load_pointwise() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, pooled_pointwise<Chain>);
+  return load_kernel(pooled_pointwise<Chain>);
 }
 
 }  // namespace FUSEDCONV_TARGET

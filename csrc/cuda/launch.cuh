@@ -1,4 +1,4 @@
-// Launches of kernels that may overlap with the end of the one before them in a stream.
+// Loading of kernels, and launches that may overlap with the end of the kernel before them in a stream.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,8 +10,15 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// By all threads of a kernel that is launched so, before they read what an earlier kernel wrote, or write
-// what it reads.
+// Onto the current device, for a later launch to load nothing: a capture would forbid it.
+template <class Kernel>
+cudaError_t load_kernel(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, kernel);
+}
+
+// By all threads of a kernel that is launched to overlap, before they read what an earlier kernel wrote, or
+// write what it reads.
 __device__ inline void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

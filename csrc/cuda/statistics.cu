@@ -81,8 +81,7 @@ cudaError_t launch_group_statistics(const Part<P>* parts, int64_t parts_per_grou
 
 template <class T, class P>
 cudaError_t load_group_statistics() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, group_norm_statistics<T, P>);
+  return load_kernel(group_norm_statistics<T, P>);
 }
 
 #define FUSEDCONV_STATISTICS(T, P)                                                                          \

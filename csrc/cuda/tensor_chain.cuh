@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../core/chains.h"
+#include "launch.cuh"
 #include "tensor_copy.h"
 #include "tensor_direct.cuh"
 #include "tensor_kernel.cuh"
@@ -69,10 +70,8 @@ class TensorRun {
     if (const cudaError_t status =
             cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))
       return status;
-    cudaFuncAttributes attributes;
     if constexpr (!kStores) {
-      if (const cudaError_t status = cudaFuncGetAttributes(&attributes, direct_kernel<Chain, In>()))
-        return status;
+      if (const cudaError_t status = load_kernel(direct_kernel<Chain, In>())) return status;
     }
     if constexpr (!kNeedsPieces) return cudaSuccess;
     if constexpr (kNeedsStatistics) {

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "launch.cuh"
+
 namespace fusedconv {
 namespace cuda {
 namespace {
@@ -53,10 +55,9 @@ cudaError_t launch_copy(const Tensor& from, const Tensor& to, cudaStream_t strea
 }
 
 cudaError_t load_copy() {
-  cudaFuncAttributes attributes;
-  if (const cudaError_t status = cudaFuncGetAttributes(&attributes, copy_strided<uint64_t>)) return status;
-  if (const cudaError_t status = cudaFuncGetAttributes(&attributes, copy_strided<uint32_t>)) return status;
-  return cudaFuncGetAttributes(&attributes, copy_strided<uint16_t>);
+  if (const cudaError_t status = load_kernel(copy_strided<uint64_t>)) return status;
+  if (const cudaError_t status = load_kernel(copy_strided<uint32_t>)) return status;
+  return load_kernel(copy_strided<uint16_t>);
 }
 
 }  // namespace cuda
