@@ -8,6 +8,7 @@
 #include "conv_plan.h"
 #include "conv_pointwise.cuh"
 #include "conv_pool_pass.cuh"
+#include "conv_resident_pass.cuh"
 #include "conv_store_pass.cuh"
 #include "workspace.cuh"
 
@@ -21,9 +22,11 @@ using cuda::ConvSource;
 template <class Chain>
 struct ConvChain {
   static constexpr bool kPools = Chain::Reduce::kPools;
+  // It needs statistics of all the conv's output before any of it is finished.
+  static constexpr bool kMayReside = Chain::kNeedsStatistics && !kPools;
 
   static ConvPlan plan(const Problem& problem, const Card& card) {
-    return cuda::plan_conv(problem, {kPools, Chain::kNeedsStatistics && !kPools ? 2 : 1}, card);
+    return cuda::plan_conv(problem, {kPools, Chain::Reduce::kStores, kMayReside ? 2 : 1}, card);
   }
 
   static size_t workspace(const Problem& problem, const ConvPlan& plan) {
@@ -36,7 +39,7 @@ struct ConvChain {
     const ConvProblem p = conv_problem(problem, plan, workspace).first;
     cudaError_t status = cudaErrorInvalidValue;
     visit_modes(problem, plan.source, [&](auto source, auto mode) {
-      status = launch_passes<decltype(source), decltype(mode)>(p, card, stream);
+      status = launch_passes<decltype(source), decltype(mode)>(p, plan, card, stream);
     });
     return status;
   }
@@ -58,6 +61,8 @@ struct ConvChain {
         if constexpr (Chain::kNeedsStatistics)
           allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, MomentsPass<typename Chain::Pre>>));
         allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, LastPass<Mode>>));
+        if constexpr (kMayReside && std::is_same_v<S, Sm90a>)
+          allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, ResidentPass<Chain, Mode>>));
       }
     };
     const auto load_source = [&](auto source) {
@@ -98,9 +103,13 @@ struct ConvChain {
     p.pixels = workspace.take<uint4>(plan.parts * panels * t.chunks * chunk_units(t));
     p.pixel_exponents = workspace.take<int>(panels);
     p.magnitudes = workspace.take<unsigned>(panels * t.in_channels);
-    if (Chain::kNeedsStatistics) {
+    if (Chain::kNeedsStatistics) p.norms = workspace.take<Norm<float>>(channels);
+    if (plan.is_resident) {
+      const int64_t groups = problem.input.size[0] * problem.arguments.num_groups;
+      p.tile_parts = workspace.take<TilePart>(groups * tiles_per_sample(t));
+      p.arrivals = workspace.take<int>(problem.input.size[0] * kArrivals);
+    } else if (Chain::kNeedsStatistics) {
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
-      p.norms = workspace.take<Norm<float>>(channels);
     }
     if (kPools) p.pooled = workspace.take<float>(channels * problem.output.size[2] * problem.output.size[3]);
     return {p, workspace.bytes()};
@@ -124,8 +133,12 @@ struct ConvChain {
   }
 
   template <class S, class Mode>
-  static cudaError_t launch_passes(const ConvProblem& p, const Card& card, cudaStream_t stream) {
+  static cudaError_t launch_passes(const ConvProblem& p, const ConvPlan& plan, const Card& card,
+                                   cudaStream_t stream) {
     if (const cudaError_t status = launch_pack<Mode>(p, stream)) return status;
+    if constexpr (kMayReside && std::is_same_v<S, Sm90a>) {
+      if (plan.is_resident) return launch_pass<S, Mode, ResidentPass<Chain, Mode>, true>(p, card, stream);
+    }
     if constexpr (kPools) {
       if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain>>(p, card, stream)) return status;
       if (const cudaError_t status = launch_norms(p, card, stream)) return status;
@@ -147,13 +160,14 @@ struct ConvChain {
   }
 
   // Persistent blocks, one a multiprocessor.
-  template <class S, class Mode, class Pass>
+  template <class S, class Mode, class Pass, bool kIsCooperative = false>
   static cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t stream) {
     const ConvTiling& t = p.tiling;
     const int items =
         int(p.input.size[0]) * t.bands * t.tiles_across * (Pass::kAllRowBlocks ? 1 : t.row_blocks);
     const int blocks = items < card.multiprocessors ? items : card.multiprocessors;
-    const LaunchShape shape{dim3(blocks), kConvThreads, t.shared_bytes, card.overlaps_kernels};
+    const LaunchShape shape{dim3(blocks), kConvThreads, t.shared_bytes,
+                            card.overlaps_kernels && !kIsCooperative, kIsCooperative};
     return launch_kernel(conv_kernel<S, Mode, Pass>, shape, stream, p, items);
   }
 };

@@ -206,7 +206,7 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
     const int exponent = p.pixel_exponents[tile.panel];
     float d[kColumns / 2];
     const int steps = t.half_steps / 2;
-    const bool folds = Mode::kParts == 2 && (t.chunks > 1 || steps > kMostSumSteps);
+    const bool folds = Pass::kMayFold && Mode::kParts == 2 && (t.chunks > 1 || steps > kMostSumSteps);
     if (folds) pass.before_staging();
     for (int chunk = 0; chunk < t.chunks; ++chunk) {
       if (chunk > 0) wait(&s.full[ring.stage], ring.parity);

@@ -9,6 +9,13 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 namespace {
 
+// By the block of a sample's first panel.
+__device__ void clear_arrivals(const ConvProblem& p, int panel) {
+  const int sample = panel / panels_per_sample(p.tiling);
+  if (panel == sample * panels_per_sample(p.tiling) && threadIdx.x < kArrivals)
+    p.arrivals[sample * kArrivals + threadIdx.x] = 0;
+}
+
 // The first blocks pack weights, a warp a row; each of the others packs a panel.
 template <class Mode>
 __global__ void __launch_bounds__(kPackThreads, kPackBlocks)
@@ -18,7 +25,9 @@ __global__ void __launch_bounds__(kPackThreads, kPackBlocks)
   if (block < weight_blocks) {
     pack_weights<Mode>(p, block * kPackWarps + pack_warp());
   } else {
-    PanelPacker<Mode>(p, block - weight_blocks, magnitudes).pack();
+    const int panel = block - weight_blocks;
+    if (p.arrivals != nullptr) clear_arrivals(p, panel);
+    PanelPacker<Mode>(p, panel, magnitudes).pack();
   }
   let_next_kernel_start();
 }

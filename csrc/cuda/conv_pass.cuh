@@ -55,6 +55,8 @@ __device__ void apply(float (&d)[kCount], const ThreadChannels<kReads>& channels
 // What passes share: the memory of their group of threads, and its barrier.
 class PassBase {
  public:
+  static constexpr bool kMayFold = true;  // whether sums of chunks may stand in the staging memory
+
   __device__ PassBase(const ConvProblem& problem, uint8_t* staging, uint8_t* carry, int barrier)
       : p_(problem), staging_(staging), carry_(carry), barrier_(barrier) {}
 

@@ -237,8 +237,16 @@ void set_taps(ConvTiling& t) {
   std::sort(t.tap_row, t.tap_row + t.tap_rows, [&](int a, int b) { return row_slot(t, a) < row_slot(t, b); });
 }
 
+// Of a group of threads: what it carries from tile to tile.
+int carry_bytes(const ConvTiling& t, const int64_t pool[2]) {
+  const int windows_across = t.tile_cols / int(pool[1]);
+  // A sign for each channel and, if windows reach into further sub-tiles, what is known of them.
+  const int carried = t.sub_tiles > 1 ? t.stack_channels * windows_across : 0;
+  return round_up((kRows + carried) * int(sizeof(float)), kUnitBytes);
+}
+
 // What is in shared memory; false if it does not fit.
-bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t pool[2], const Card& card) {
+bool set_memory(ConvTiling& t, int columns, int parts, int carry_bytes, const Card& card) {
   int64_t furthest = 0;  // unit where the columns of a product start
   for (int i = 0; i < t.tap_rows; ++i)
     furthest = std::max(furthest, int64_t(row_slot(t, t.tap_row[i])) * t.pitch);
@@ -247,13 +255,7 @@ bool set_memory(ConvTiling& t, int columns, int parts, bool pools, const int64_t
   if (plane > card.shared_bytes / kUnitBytes) return false;
   t.plane = int(plane);
   t.staging_bytes = kRows * (columns + kStagingPadding) * int(sizeof(float));
-  const int windows_across = t.tile_cols / int(pool[1]);
-  t.carry_bytes = 0;
-  if (pools) {
-    // A sign for each channel and, if windows reach into further sub-tiles, what is known of them.
-    const int carried = t.sub_tiles > 1 ? t.stack_channels * windows_across : 0;
-    t.carry_bytes = round_up((kRows + carried) * int(sizeof(float)), kUnitBytes);
-  }
+  t.carry_bytes = carry_bytes;
   const int fixed = kSharedHeadBytes + kGroups * (t.staging_bytes + t.carry_bytes);
 
   const int units_per_block = t.tap_rows * t.tap_groups;
@@ -342,7 +344,8 @@ std::string describe(const ConvPlan& plan) {
          number(t.tile_rows) + " x " + number(t.tile_cols) + " pixels, " + number(t.stack) +
          " rows stacked, " + number(t.chunks) + " chunks of " + number(t.blocks_per_chunk * t.unit_channels) +
          " channels and " + number(t.kernel_rows) + " rows of taps, " + number(kGroups * t.stages) +
-         " stages, " + number(t.shared_bytes) + " bytes of shared memory";
+         " stages, " + number(t.shared_bytes) + " bytes of shared memory" +
+         (plan.is_resident ? ", samples stay there" : "");
 }
 
 // What there is to choose where not everything fits.
@@ -372,7 +375,7 @@ struct Planner {
     set_stack(t, choice.most_stack);
     if (!set_tiles(t, columns, pool, choice.few_windows)) return false;
     set_taps(t);
-    return set_memory(t, columns, parts, pools, pool, card);
+    return set_memory(t, columns, parts, pools ? carry_bytes(t, pool) : 0, card);
   }
 
   // All of the kernel in each chunk and as many stacked rows as are of use; if that does not fit, what is the
@@ -402,6 +405,17 @@ bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card)
   return problem.input.size[0] <= most / of_sample;
 }
 
+// Whether all groups of threads together have room for a sample's tiles, each one: see
+// conv_resident_pass.cuh.
+bool may_reside(const ConvPlan& plan, const Problem& problem, const ChainShape& chain, const Card& card) {
+  const ConvTiling& t = plan.tiling;
+  const bool folds = plan.parts == 2 && t.half_steps / 2 > kMostSumSteps;  // sums need the tiles' memory
+  const Tensor& output = problem.output;
+  const bool has_runs = output.stride[3] == 1 && output.stride[2] == output.size[3];
+  return plan.source == ConvSource::kSm90a && t.row_blocks == 1 && t.chunks == 1 && !folds &&
+         (has_runs || !chain.stores) && t.bands * t.tiles_across <= kGroups * card.multiprocessors;
+}
+
 ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}, 0}; }
 
 }  // namespace
@@ -424,6 +438,11 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
   if (asked.empty() && plan.source == ConvSource::kSm90a && is_slower_in_parts(t, chain))
     return two_steps("a large kernel");
   if (!counts_items(t, problem, card)) return two_steps("more than 2^31 tiles");
+  if (chain.passes > 1 && may_reside(plan, problem, chain, card)) {
+    ConvTiling keeps = t;
+    plan.is_resident = set_memory(keeps, columns, plan.parts, kKeptTileBytes, card) && keeps.chunks == 1;
+    if (plan.is_resident) t = keeps;
+  }
   if (!set_panels(t)) return two_steps("a band of too many rows");
   if (asked.empty() && takes_much_memory(t)) return two_steps("memory for the packed input");
   set_steps(t);

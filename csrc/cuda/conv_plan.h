@@ -18,12 +18,14 @@ struct ConvPlan {
   ConvSource source;   // kNone: two steps
   std::string reason;  // for the log
   ConvTiling tiling;
-  int parts;  // of the operands: see conv_modes.cuh
+  int parts;                 // of the operands: see conv_modes.cuh
+  bool is_resident = false;  // samples stay in shared memory until their statistics are known
 };
 
 struct ChainShape {
-  bool pools;  // it has a pool, whose windows tiles follow
-  int passes;  // how often each value of the conv is computed
+  bool pools;   // it has a pool, whose windows tiles follow
+  bool stores;  // each of its values
+  int passes;   // how often each value of the conv is computed
 };
 
 ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& card);

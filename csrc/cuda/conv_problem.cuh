@@ -17,6 +17,12 @@ constexpr int kNonFinite = 1 << 20;  // in place of an exponent: the tensor core
 
 constexpr int kNoShare = -(1 << 20);  // where weights are zeros
 
+// The moments of a tile in one of the norm's groups; one load gets it.
+struct alignas(sizeof(float4)) TilePart : Part<float> {};
+
+// Counters of a sample that stays in shared memory, of what all blocks have done.
+constexpr int kArrivals = 9;
+
 struct ConvProblem {
   Tensor input, weight, output;
   Parameter conv_bias;
@@ -32,6 +38,9 @@ struct ConvProblem {
   int* pixel_exponents = nullptr;  // [panels], of their scales
   unsigned* magnitudes = nullptr;  // [panels][in_channels], bits of the largest ones
   Part<float>* parts = nullptr;    // [N][C][parts of a channel]
+  // Of samples that stay in shared memory: see conv_resident_pass.cuh.
+  TilePart* tile_parts = nullptr;  // [N][groups of the norm][tiles of a sample]
+  int* arrivals = nullptr;         // [N][kArrivals]
   Norm<float>* norms = nullptr;    // [N][C]
   float* pooled = nullptr;         // [N][C][pooled height][pooled width]
 };
@@ -67,9 +76,13 @@ constexpr int kGroupThreads = 2 * kHalfThreads;
 using cuda::kGroups;
 constexpr int kConvThreads = kGroups * kGroupThreads;
 
+__host__ __device__ inline int tiles_per_sample(const ConvTiling& t) {
+  return t.bands * t.tiles_across * t.sub_tiles;
+}
+
 // A tile's parts: one for each row of the stack and half of the columns.
 __host__ __device__ inline int parts_per_channel(const ConvTiling& t) {
-  return t.bands * t.tiles_across * t.sub_tiles * t.stack * 2;
+  return tiles_per_sample(t) * t.stack * 2;
 }
 
 }  // namespace FUSEDCONV_TARGET

@@ -13,9 +13,7 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// The tensor cores cut sums off, which adds up: after so many steps their sums are added up outside, rounded,
-// where float32 is to be exact.
-constexpr int kMostSumSteps = 8;
+using cuda::kMostSumSteps;
 
 // Operands of some steps of a chunk in shared memory: see ConvTiling. A half step is one unit along the sum:
 // its weights are kRows units.

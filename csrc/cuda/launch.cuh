@@ -36,22 +36,30 @@ struct LaunchShape {
   dim3 grid;
   int threads;
   int shared_bytes;
-  bool overlaps;  // with the kernel before it: see Card
+  bool overlaps;                // with the kernel before it: see Card
+  bool is_cooperative = false;  // all blocks run at the same time, or the launch fails
 };
 
 template <class... Parameters>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
                           const std::decay_t<Parameters>&... arguments) {
-  cudaLaunchAttribute overlaps{};
-  overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlaps.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  int count = 0;
+  if (shape.overlaps) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.is_cooperative) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
-  config.attrs = &overlaps;
-  config.numAttrs = shape.overlaps ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

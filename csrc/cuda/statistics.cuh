@@ -36,6 +36,46 @@ constexpr int kWarpThreads = 32;
 
 __device__ inline int lane_of_thread() { return threadIdx.x % kWarpThreads; }
 
+// Count, sum and sum of squares of values counted from a common shift: of parts, by plain additions. With the
+// mean of any one part for the shift, nothing is lost in double where the parts' means differ by a million
+// deviations.
+template <class T>
+struct Sums {
+  T count, sum, squares;
+
+  template <class P>
+  __device__ void add(const Part<P>& part, T shift) {
+    const T delta = T(part.mean) - shift;
+    count += part.count;
+    sum += part.count * delta;
+    squares += T(part.m2) + part.count * delta * delta;
+  }
+
+  __device__ void add(const Sums& other) {
+    count += other.count;
+    sum += other.sum;
+    squares += other.squares;
+  }
+
+  // Those of so many neighbouring lanes, a power of two: added in the same tree by each.
+  __device__ void add_lanes(int lanes) {
+    for (int distance = 1; distance < lanes; distance *= 2)
+      add(Sums{__shfl_xor_sync(~0u, count, distance), __shfl_xor_sync(~0u, sum, distance),
+               __shfl_xor_sync(~0u, squares, distance)});
+  }
+};
+
+// GroupNorm of channel c from its group's sums.
+template <class T>
+__device__ Norm<T> norm_of(const Sums<double>& sums, double shift, const Arguments& arguments, int64_t c) {
+  const double offset = sums.sum / sums.count;
+  const double m2 = sums.squares - sums.sum * offset;
+  const double variance = (m2 < 0 ? 0.0 : m2) / sums.count;
+  Channel<T> channel{};
+  set_norm(channel, arguments, c, shift + offset, 1.0 / sqrt(variance + arguments.eps));
+  return {channel.mean, channel.norm_scale, channel.norm_shift};
+}
+
 // Queues the statistics of a tensor of N samples, whose groups have so many parts each: parts is
 // [N][groups][parts_per_group], norms is [N][C]. overlaps: see launch.cuh.
 template <class T, class P>
