@@ -26,7 +26,7 @@ struct ConvChain {
   static constexpr bool kMayReside = Chain::kNeedsStatistics && !kPools;
 
   static ConvPlan plan(const Problem& problem, const Card& card) {
-    return cuda::plan_conv(problem, {kPools, Chain::Reduce::kStores, kMayReside ? 2 : 1}, card);
+    return cuda::plan_conv(problem, {kPools, kMayReside ? 2 : 1}, card);
   }
 
   static size_t workspace(const Problem& problem, const ConvPlan& plan) {
@@ -103,12 +103,11 @@ struct ConvChain {
     p.pixels = workspace.take<uint4>(plan.parts * panels * t.chunks * chunk_units(t));
     p.pixel_exponents = workspace.take<int>(panels);
     p.magnitudes = workspace.take<unsigned>(panels * t.in_channels);
-    if (Chain::kNeedsStatistics) p.norms = workspace.take<Norm<float>>(channels);
     if (plan.is_resident) {
       const int64_t groups = problem.input.size[0] * problem.arguments.num_groups;
       p.tile_parts = workspace.take<TilePart>(groups * tiles_per_sample(t));
-      p.arrivals = workspace.take<int>(problem.input.size[0] * kArrivals);
     } else if (Chain::kNeedsStatistics) {
+      p.norms = workspace.take<Norm<float>>(channels);
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
     }
     if (kPools) p.pooled = workspace.take<float>(channels * problem.output.size[2] * problem.output.size[3]);

@@ -9,11 +9,14 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 namespace {
 
-// By the block of a sample's first panel.
-__device__ void clear_arrivals(const ConvProblem& p, int panel) {
-  const int sample = panel / panels_per_sample(p.tiling);
-  if (panel == sample * panels_per_sample(p.tiling) && threadIdx.x < kArrivals)
-    p.arrivals[sample * kArrivals + threadIdx.x] = 0;
+// A panel's share of its sample's.
+__device__ void clear_tile_parts(const ConvProblem& p, int panel) {
+  const int panels = panels_per_sample(p.tiling);
+  const int sample = panel / panels;
+  const int parts = int(p.arguments.num_groups) * tiles_per_sample(p.tiling);
+  TilePart* const of_sample = p.tile_parts + int64_t(sample) * parts;
+  for (int i = (panel - sample * panels) * kPackThreads + threadIdx.x; i < parts; i += panels * kPackThreads)
+    of_sample[i] = {};
 }
 
 // The first blocks pack weights, a warp a row; each of the others packs a panel.
@@ -26,7 +29,7 @@ __global__ void __launch_bounds__(kPackThreads, kPackBlocks)
     pack_weights<Mode>(p, block * kPackWarps + pack_warp());
   } else {
     const int panel = block - weight_blocks;
-    if (p.arrivals != nullptr) clear_arrivals(p, panel);
+    if (p.tile_parts != nullptr) clear_tile_parts(p, panel);
     PanelPacker<Mode>(p, panel, magnitudes).pack();
   }
   let_next_kernel_start();

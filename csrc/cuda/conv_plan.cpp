@@ -407,13 +407,11 @@ bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card)
 
 // Whether all groups of threads together have room for a sample's tiles, each one: see
 // conv_resident_pass.cuh.
-bool may_reside(const ConvPlan& plan, const Problem& problem, const ChainShape& chain, const Card& card) {
+bool may_reside(const ConvPlan& plan, const Card& card) {
   const ConvTiling& t = plan.tiling;
   const bool folds = plan.parts == 2 && t.half_steps / 2 > kMostSumSteps;  // sums need the tiles' memory
-  const Tensor& output = problem.output;
-  const bool has_runs = output.stride[3] == 1 && output.stride[2] == output.size[3];
   return plan.source == ConvSource::kSm90a && t.row_blocks == 1 && t.chunks == 1 && !folds &&
-         (has_runs || !chain.stores) && t.bands * t.tiles_across <= kGroups * card.multiprocessors;
+         t.bands * t.tiles_across <= kGroups * card.multiprocessors;
 }
 
 ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}, 0}; }
@@ -438,7 +436,7 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
   if (asked.empty() && plan.source == ConvSource::kSm90a && is_slower_in_parts(t, chain))
     return two_steps("a large kernel");
   if (!counts_items(t, problem, card)) return two_steps("more than 2^31 tiles");
-  if (chain.passes > 1 && may_reside(plan, problem, chain, card)) {
+  if (chain.passes > 1 && may_reside(plan, card)) {
     ConvTiling keeps = t;
     plan.is_resident = set_memory(keeps, columns, plan.parts, kKeptTileBytes, card) && keeps.chunks == 1;
     if (plan.is_resident) t = keeps;

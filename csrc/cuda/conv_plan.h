@@ -23,9 +23,8 @@ struct ConvPlan {
 };
 
 struct ChainShape {
-  bool pools;   // it has a pool, whose windows tiles follow
-  bool stores;  // each of its values
-  int passes;   // how often each value of the conv is computed
+  bool pools;  // it has a pool, whose windows tiles follow
+  int passes;  // how often each value of the conv is computed
 };
 
 ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& card);

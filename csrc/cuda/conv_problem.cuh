@@ -17,11 +17,9 @@ constexpr int kNonFinite = 1 << 20;  // in place of an exponent: the tensor core
 
 constexpr int kNoShare = -(1 << 20);  // where weights are zeros
 
-// The moments of a tile in one of the norm's groups; one load gets it.
+// The moments of a tile in one of the norm's groups, for samples that stay in shared memory. It is read while
+// others write: as long as it has no pixels, it is not there.
 struct alignas(sizeof(float4)) TilePart : Part<float> {};
-
-// Counters of a sample that stays in shared memory, of what all blocks have done.
-constexpr int kArrivals = 9;
 
 struct ConvProblem {
   Tensor input, weight, output;
@@ -38,9 +36,7 @@ struct ConvProblem {
   int* pixel_exponents = nullptr;  // [panels], of their scales
   unsigned* magnitudes = nullptr;  // [panels][in_channels], bits of the largest ones
   Part<float>* parts = nullptr;    // [N][C][parts of a channel]
-  // Of samples that stay in shared memory: see conv_resident_pass.cuh.
   TilePart* tile_parts = nullptr;  // [N][groups of the norm][tiles of a sample]
-  int* arrivals = nullptr;         // [N][kArrivals]
   Norm<float>* norms = nullptr;    // [N][C]
   float* pooled = nullptr;         // [N][C][pooled height][pooled width]
 };

@@ -14,33 +14,33 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Adds 1; returns what was there. What this warp wrote before is seen by who reads the sum, and the reverse.
-__device__ inline int arrive_globally(int* counter) {
-  int before = 0;
-  __syncwarp();
-  if (lane_of_thread() == 0)
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return __shfl_sync(~0u, before, 0);
+// One access of 16 bytes, at the L2, where all blocks meet: whoever reads a part sees all of it, or nothing.
+__device__ inline void write_part(TilePart* to, const TilePart& part) {
+  uint64_t words[2];
+  memcpy(words, &part, sizeof(part));
+  asm volatile("{ .reg .b128 x; mov.b128 x, {%1, %2}; st.relaxed.gpu.global.b128 [%0], x; }" ::"l"(to),
+               "l"(words[0]), "l"(words[1])
+               : "memory");
 }
 
-__device__ inline void wait_globally(const int* counter, int arrivals) {
-  if (lane_of_thread() == 0) {
-    int arrived;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-    } while (arrived < arrivals);
-  }
-  __syncwarp();
+__device__ inline TilePart read_part(const TilePart* from) {
+  uint64_t words[2];
+  asm volatile("{ .reg .b128 x; ld.relaxed.gpu.global.b128 x, [%2]; mov.b128 {%0, %1}, x; }"
+               : "=l"(words[0]), "=l"(words[1])
+               : "l"(from)
+               : "memory");
+  TilePart part;
+  memcpy(&part, words, sizeof(part));
+  return part;
 }
 
-// Around the L1: another block wrote it.
-template <class T>
-__device__ T load_from_l2(const T* from) {
-  static_assert(sizeof(T) == sizeof(float4), "one load");
-  const float4 x = __ldcg(reinterpret_cast<const float4*>(from));
-  T result;
-  memcpy(&result, &x, sizeof(T));
-  return result;
+// Once it has been written: no tile has a part without pixels.
+__device__ inline TilePart wait_for_part(const TilePart* from) {
+  TilePart part;
+  do {
+    part = read_part(from);
+  } while (part.count == 0);
+  return part;
 }
 
 // What a group of threads has of a tile besides its values, in its memory.
@@ -52,75 +52,61 @@ struct KeptTile {
 
 static_assert(sizeof(KeptTile) <= cuda::kKeptTileBytes);
 
-// Statistics of samples whose tiles are spread over all blocks. Each warp has some of the norm's groups: of a
-// tile it writes their moments, and whichever warp comes last of all that have the same groups finds their
-// norm.
+// Statistics of samples whose tiles are spread over all blocks. Each warp has some of the norm's groups: it
+// writes a tile's moments in them, and adds up those of all tiles of a sample, always in the same order.
 class SampleStatistics {
  public:
   __device__ explicit SampleStatistics(const ConvProblem& problem)
       : p_(problem), groups_(int(problem.arguments.num_groups)) {
+    constexpr int kWarps = kGroupThreads / kWarpThreads;
     while (lanes_ * ((groups_ + kWarps - 1) / kWarps) > kWarpThreads) lanes_ /= 2;
-    group_ = lane_of_thread() / lanes_ * kWarps + warp();
+    group_ = lane_of_thread() / lanes_ * kWarps + threadIdx.x % kGroupThreads / kWarpThreads;
     lane_ = lane_of_thread() % lanes_;
   }
 
   // parts: the tile's, written by all threads of the group.
-  __device__ void add(const Tile& tile, const Part<float> (&parts)[kRows][2]) const {
-    if (warp() >= groups_) return;
-    const int tiles = tiles_per_sample(p_.tiling);
-    TilePart* const of_sample = p_.tile_parts + int64_t(tile.sample) * groups_ * tiles;
-    const TilePart sums = part_of(parts);
-    if (group_ < groups_ && lane_ == 0) of_sample[group_ * tiles + tile.part] = sums;
-    int* const arrivals = p_.arrivals + tile.sample * kArrivals;
-    if (arrive_globally(arrivals + warp()) + 1 < tiles) return;
-    write_norms(tile.sample, of_sample + group_ * tiles, tiles);
-    arrive_globally(arrivals + kWarps);
-  }
-
-  __device__ void wait(int64_t sample) const {
-    wait_globally(p_.arrivals + sample * kArrivals + kWarps, min(kWarps, groups_));
-  }
-
-  static constexpr int kWarps = kGroupThreads / kWarpThreads;
-  // Arrivals: tiles at each warp's groups, then warps whose groups' norm is written.
-  static_assert(kArrivals == kWarps + 1);
-
- private:
-  __device__ static int warp() { return threadIdx.x % kGroupThreads / kWarpThreads; }
-
-  // In the group that these lanes have; each gets it.
-  __device__ TilePart part_of(const Part<float> (&parts)[kRows][2]) const {
+  __device__ void write(const Tile& tile, const Part<float> (&parts)[kRows][2]) const {
     const ConvTiling& t = p_.tiling;
-    const int group_channels = t.out_channels / groups_;
-    const int first = min(group_, groups_ - 1) * group_channels;
+    const int first = exists() ? group_ * group_channels() : 0;
     const float shift = parts[first][0].mean;  // every tile has pixels of its first row in the first half
     Sums<float> sums{};
-    for (int i = lane_; i < 2 * t.stack * group_channels; i += lanes_) {
+    for (int i = lane_; i < 2 * t.stack * group_channels(); i += lanes_) {
       const int row = i / 2;
       const int stacked = row & (t.stack - 1);
       sums.add(parts[stacked * t.stack_channels + first + row / t.stack][i % 2], shift);
     }
     sums.add_lanes(lanes_);
     const float offset = sums.sum * reciprocal(sums.count);
-    return {sums.count, shift + offset, maximum(0.0f, fmaf(-sums.sum, offset, sums.squares))};
+    const float m2 = maximum(0.0f, fmaf(-sums.sum, offset, sums.squares));
+    if (exists() && lane_ == 0)
+      write_part(parts_of(tile.sample) + tile.part, TilePart{{sums.count, shift + offset, m2}});
   }
 
-  __device__ void write_norms(int64_t sample, const TilePart* parts, int tiles) const {
-    const bool exists = group_ < groups_;
-    const double shift = exists ? load_from_l2(parts).mean : 0;
+  // Writes the norms of this warp's groups, once all tiles of the sample have been measured.
+  __device__ void find_norms(int64_t sample, Norm<float>* norms) const {
+    const TilePart* const parts = parts_of(sample);
+    const int tiles = tiles_per_sample(p_.tiling);
     Sums<double> sums{};
-    if (exists) {
+    double shift = 0;
+    if (exists()) {
+      wait_for_part(parts + tiles - 1);  // likely to be the last: until then one line is asked for, not all
+      shift = wait_for_part(parts).mean;
 #pragma unroll 4
-      for (int i = lane_; i < tiles; i += lanes_) sums.add(load_from_l2(parts + i), shift);
+      for (int i = lane_; i < tiles; i += lanes_) sums.add(wait_for_part(parts + i), shift);
     }
     sums.add_lanes(lanes_);
-    if (!exists) return;
-    const int channels = p_.tiling.out_channels;
-    const int group_channels = channels / groups_;
-    for (int i = lane_; i < group_channels; i += lanes_) {
-      const int c = group_ * group_channels + i;
-      p_.norms[sample * channels + c] = norm_of<float>(sums, shift, p_.arguments, c);
+    if (!exists()) return;
+    for (int i = lane_; i < group_channels(); i += lanes_) {
+      const int c = group_ * group_channels() + i;
+      norms[c] = norm_of<float>(sums, shift, p_.arguments, c);
     }
+  }
+
+ private:
+  __device__ bool exists() const { return group_ < groups_; }
+  __device__ int group_channels() const { return p_.tiling.out_channels / groups_; }
+  __device__ TilePart* parts_of(int64_t sample) const {
+    return p_.tile_parts + (sample * groups_ + group_) * tiles_per_sample(p_.tiling);
   }
 
   const ConvProblem& p_;
@@ -157,14 +143,15 @@ class ResidentPass : public PassBase {
     if (thread() == 0) kept().tile = tile;
     compose<typename Chain::Start>(scaling, channels_);
     unscale(d, scaling);
-    if constexpr (Chain::kKeepsConv) keep<kColumns>(tile, rows, d);
+    using Rest = typename Chain::Left::Pre;
+    constexpr bool kKeepsFirst = Chain::kKeepsConv && !std::is_same_v<Rest, Sequence<>>;
+    if constexpr (kKeepsFirst) keep<kColumns>(tile, rows, d);
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i)
-      d[i] = Chain::Left::Pre::value(d[i], d[i], channels_.channel[i / 2 % 2]);
-    if constexpr (!Chain::kKeepsConv) keep<kColumns>(tile, rows, d);
+    for (int i = 0; i < kColumns / 2; ++i) d[i] = Rest::value(d[i], d[i], channels_.channel[i / 2 % 2]);
     measure(rows, d);
     sync();
-    statistics_.add(tile, kept().parts);
+    statistics_.write(tile, kept().parts);  // as early as may be: others wait for it
+    if constexpr (!kKeepsFirst) keep<kColumns>(tile, rows, d);
   }
 
  private:
@@ -189,15 +176,14 @@ class ResidentPass : public PassBase {
 
   __device__ void finish_kept() {
     const Tile tile = kept().tile;
-    const int channels = p_.tiling.out_channels;
-    statistics_.wait(tile.sample);
-    if (thread() < channels)
-      kept().norms[thread()] = load_from_l2(p_.norms + tile.sample * channels + thread());
+    statistics_.find_norms(tile.sample, kept().norms);
     sync();
     if constexpr (Chain::Reduce::kReducesChannels) {
       reduce(tile);
-    } else {
+    } else if (has_runs(p_.output)) {
       store(tile);
+    } else {
+      store_pixels(tile);
     }
     sync();  // before others write there
   }
@@ -245,10 +231,33 @@ class ResidentPass : public PassBase {
     }
   }
 
+  // For channels that follow each other in memory: lanes have 8 channels of 4 pixels, which lie in few banks
+  // twice, and are whole sectors of the output.
+  __device__ void store_pixels(const Tile& tile) {
+    constexpr int kPixels = 4;
+    const OutputMemory<typename Mode::In> memory(p_.output);
+    const int pitch = run_pitch<float>(p_.tiling);
+    const int first = warp() * kPixels + lane_of_thread() % kPixels;
+#pragma unroll 1
+    for (int c = lane_of_thread() / kPixels; c < p_.tiling.out_channels; c += kWarpThreads / kPixels) {
+      const Channel<float> channel = channel_at(c);
+      for (int pixel = first; pixel < tile.rows * tile.cols; pixel += kWarps * kPixels) {
+        const float y = Chain::pointwise(staging()[c * pitch + pixel], channel);
+        memory.store(offset_of(tile, pixel) + c * p_.output.stride[1],
+                     Pack<float, 1>{Chain::Final::value(y, y, channel)});
+      }
+    }
+  }
+
+  // Of a pixel's first channel, in the output.
+  __device__ int64_t offset_of(const Tile& tile, int pixel) const {
+    const int row = pixel / tile.cols;
+    return offset_in_output(p_, tile, row) + (pixel - row * tile.cols) * p_.output.stride[3];
+  }
+
   // A thread has some pixels, all channels of them.
   __device__ void reduce(const Tile& tile) {
     const int pitch = run_pitch<float>(p_.tiling);
-    const int64_t* stride = p_.output.stride;
     const OutputMemory<typename Mode::In> memory(p_.output);
 #pragma unroll 1
     for (int pixel = thread(); pixel < tile.rows * tile.cols; pixel += kGroupThreads) {
@@ -257,9 +266,7 @@ class ResidentPass : public PassBase {
                         return Chain::pointwise(of_pixel[c * pitch], channel_at(c));
                       }).value();
       const Pack<float, 1> y{Chain::Final::value(x, x, Channel<float>{})};
-      const int row = pixel / tile.cols;
-      const int col = pixel - row * tile.cols;
-      memory.store(tile.sample * stride[0] + (tile.row + row) * stride[2] + (tile.col + col) * stride[3], y);
+      memory.store(offset_of(tile, pixel), y);
     }
   }
 

@@ -68,11 +68,12 @@ struct Sums {
 // GroupNorm of channel c from its group's sums.
 template <class T>
 __device__ Norm<T> norm_of(const Sums<double>& sums, double shift, const Arguments& arguments, int64_t c) {
-  const double offset = sums.sum / sums.count;
+  const double share = 1.0 / sums.count;
+  const double offset = sums.sum * share;
   const double m2 = sums.squares - sums.sum * offset;
-  const double variance = (m2 < 0 ? 0.0 : m2) / sums.count;
+  const double variance = (m2 < 0 ? 0.0 : m2) * share;
   Channel<T> channel{};
-  set_norm(channel, arguments, c, shift + offset, 1.0 / sqrt(variance + arguments.eps));
+  set_norm(channel, arguments, c, shift + offset, rsqrt(variance + arguments.eps));
   return {channel.mean, channel.norm_scale, channel.norm_shift};
 }
 
