@@ -82,13 +82,18 @@ FUSEDCONV_INLINE Channel<T> make_channel(const Arguments& arguments, int64_t c) 
 
 // inverse_deviation = 1 / sqrt(variance + eps). The part of the mean that T cannot hold goes into the shift.
 template <class T>
-FUSEDCONV_INLINE void set_norm(Channel<T>& channel, const Arguments& arguments, int64_t c, double mean,
+FUSEDCONV_INLINE void set_norm(Channel<T>& channel, double weight, double bias, double mean,
                                double inverse_deviation) {
-  const double weight = value_of<double>(arguments.norm_weight, c, 1.0);
-  const double bias = value_of<double>(arguments.norm_bias, c);
   channel.mean = static_cast<T>(mean);
   channel.norm_scale = static_cast<T>(weight * inverse_deviation);
   channel.norm_shift = static_cast<T>(bias - (mean - double(channel.mean)) * weight * inverse_deviation);
+}
+
+template <class T>
+FUSEDCONV_INLINE void set_norm(Channel<T>& channel, const Arguments& arguments, int64_t c, double mean,
+                               double inverse_deviation) {
+  set_norm(channel, value_of<double>(arguments.norm_weight, c, 1.0), value_of<double>(arguments.norm_bias, c),
+           mean, inverse_deviation);
 }
 
 }  // namespace FUSEDCONV_TARGET

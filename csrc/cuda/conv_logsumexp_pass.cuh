@@ -15,8 +15,10 @@ class LogSumExpPass : public PassBase {
   static constexpr bool kAllRowBlocks = true;
   using PassBase::PassBase;
 
+  __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
+
   __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
-    channels_.load(p_, tile, rows, Chain::kNeedsStatistics ? p_.norms : nullptr);
+    if (Chain::kNeedsStatistics) channels_.load_norms(p_, tile, rows);
   }
 
   template <int kColumns>

@@ -17,16 +17,18 @@ template <bool kReads>
 struct ThreadChannels {
   Channel<float> channel[2];
 
-  // norms: of the chain's norm, or null where it is not known yet.
-  __device__ void load(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
-                       const Norm<float>* norms) {
+  __device__ void load(const ConvProblem& p, const ThreadRows& rows) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      if (rows.channel(k) >= p.tiling.out_channels) continue;
-      if (kReads) channel[k] = make_channel<float>(p.arguments, rows.channel(k));
-      if (norms != nullptr)
-        set_norm(channel[k], norms[tile.sample * p.tiling.out_channels + rows.channel(k)]);
-    }
+    for (int k = 0; k < 2; ++k)
+      if (kReads && rows.channel(k) < p.tiling.out_channels)
+        channel[k] = make_channel<float>(p.arguments, rows.channel(k));
+  }
+
+  __device__ void load_norms(const ConvProblem& p, const Tile& tile, const ThreadRows& rows) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      if (rows.channel(k) < p.tiling.out_channels)
+        set_norm(channel[k], p.norms[tile.sample * p.tiling.out_channels + rows.channel(k)]);
   }
 };
 
@@ -62,6 +64,8 @@ class PassBase {
 
   // Called before the first tile with these rows.
   __device__ void set_rows(const ThreadRows&) {}
+  // Called for each tile, before its products.
+  __device__ void prepare(const Tile&, const ThreadRows&) {}
   // Until nobody reads the staging memory any more.
   __device__ void before_staging() {
     wait_for_bulk_copies();
@@ -192,9 +196,7 @@ class MomentsPass : public PassBase {
   static constexpr bool kAllRowBlocks = false;
   using PassBase::PassBase;
 
-  __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
-    channels_.load(p_, tile, rows, nullptr);
-  }
+  __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
   __device__ void before_staging() {}  // it stages nothing; sums of chunks are each thread's own
 
   template <int kColumns>

@@ -19,10 +19,7 @@ class PoolPass : public PassBase {
 #pragma unroll
     for (int k = 0; k < 2; ++k)
       sign_[k] = rows.channel(k) < p_.tiling.out_channels ? direction(rows.channel(k)) : 1.0f;
-  }
-
-  __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
-    channels_.load(p_, tile, rows, nullptr);
+    channels_.load(p_, rows);
   }
 
   template <int kColumns>

@@ -43,76 +43,109 @@ __device__ inline TilePart wait_for_part(const TilePart* from) {
   return part;
 }
 
-// What a group of threads has of a tile besides its values, in its memory.
+// How a sample's statistics are shared out: each warp has some of the norm's groups, on some lanes each.
+struct alignas(16) NormShape {
+  int tiles;     // of a sample
+  int groups;    // of the norm
+  int channels;  // of a group
+  int lanes;     // a power of two
+
+  __device__ explicit NormShape(const ConvProblem& p)
+      : tiles(tiles_per_sample(p.tiling)),
+        groups(int(p.arguments.num_groups)),
+        channels(p.tiling.out_channels / groups),
+        lanes(kWarpThreads) {
+    while (lanes * ((groups + kWarps - 1) / kWarps) > kWarpThreads) lanes /= 2;
+  }
+
+  static constexpr int kWarps = kGroupThreads / kWarpThreads;
+};
+
+// What a group of threads has in its memory besides a tile's values. What does not change stands there too:
+// registers are few.
 struct KeptTile {
   Tile tile;
+  NormShape shape;
+  float2 affine[kRows];  // the norm's weight and bias
   Norm<float> norms[kRows];
   Part<float> parts[kRows][2];  // of the rows of accumulators, in each half of the columns
 };
 
 static_assert(sizeof(KeptTile) <= cuda::kKeptTileBytes);
 
-// Statistics of samples whose tiles are spread over all blocks. Each warp has some of the norm's groups: it
-// writes a tile's moments in them, and adds up those of all tiles of a sample, always in the same order.
+// A thread's part in the statistics of samples whose tiles are spread over all blocks: its warp writes a
+// tile's moments in a group of the norm, and adds up those of all tiles of a sample, always in the same
+// order.
 class SampleStatistics {
  public:
-  __device__ explicit SampleStatistics(const ConvProblem& problem)
-      : p_(problem), groups_(int(problem.arguments.num_groups)) {
-    constexpr int kWarps = kGroupThreads / kWarpThreads;
-    while (lanes_ * ((groups_ + kWarps - 1) / kWarps) > kWarpThreads) lanes_ /= 2;
-    group_ = lane_of_thread() / lanes_ * kWarps + threadIdx.x % kGroupThreads / kWarpThreads;
-    lane_ = lane_of_thread() % lanes_;
+  __device__ SampleStatistics(const ConvProblem& p, KeptTile& kept, int64_t sample)
+      : p_(p), kept_(kept), shape_(kept.shape) {
+    const int group =
+        lane_of_thread() / shape_.lanes * NormShape::kWarps + threadIdx.x % kGroupThreads / kWarpThreads;
+    exists_ = group < shape_.groups;
+    first_channel_ = exists_ ? group * shape_.channels : 0;
+    parts_ = p.tile_parts + (sample * shape_.groups + (exists_ ? group : 0)) * shape_.tiles;
   }
 
-  // parts: the tile's, written by all threads of the group.
-  __device__ void write(const Tile& tile, const Part<float> (&parts)[kRows][2]) const {
+  // Of a tile, from the kept parts, which all threads of the group wrote.
+  __device__ void write(int tile) const {
     const ConvTiling& t = p_.tiling;
-    const int first = exists() ? group_ * group_channels() : 0;
-    const float shift = parts[first][0].mean;  // every tile has pixels of its first row in the first half
+    // Every tile has pixels of its first row in the first half.
+    const float shift = kept_.parts[first_channel_][0].mean;
     Sums<float> sums{};
-    for (int i = lane_; i < 2 * t.stack * group_channels(); i += lanes_) {
+    const int shift_of_stack = kLog2Rows - t.stack_shift;
+    for (int i = lane(); i < shape_.channels << shift_of_stack << 1; i += shape_.lanes) {
       const int row = i / 2;
       const int stacked = row & (t.stack - 1);
-      sums.add(parts[stacked * t.stack_channels + first + row / t.stack][i % 2], shift);
+      const int m = (stacked << t.stack_shift) + first_channel_ + (row >> shift_of_stack);
+      sums.add(kept_.parts[m][i % 2], shift);
     }
-    sums.add_lanes(lanes_);
+    __syncwarp();
+    sums.add_lanes(shape_.lanes);
     const float offset = sums.sum * reciprocal(sums.count);
     const float m2 = maximum(0.0f, fmaf(-sums.sum, offset, sums.squares));
-    if (exists() && lane_ == 0)
-      write_part(parts_of(tile.sample) + tile.part, TilePart{{sums.count, shift + offset, m2}});
+    if (exists_ && lane() == 0) write_part(parts_ + tile, TilePart{{sums.count, shift + offset, m2}});
   }
 
-  // Writes the norms of this warp's groups, once all tiles of the sample have been measured.
-  __device__ void find_norms(int64_t sample, Norm<float>* norms) const {
-    const TilePart* const parts = parts_of(sample);
-    const int tiles = tiles_per_sample(p_.tiling);
+  // Once all tiles of the sample have been measured.
+  __device__ void find_norms() const {
+    constexpr int kBatch = 4;  // loads on their way at a time
+    const int last = shape_.tiles - 1;
+    wait_for_part(parts_ + last);  // likely to be the last: until then one line is asked for, not all
+    const double shift = wait_for_part(parts_).mean;
     Sums<double> sums{};
-    double shift = 0;
-    if (exists()) {
-      wait_for_part(parts + tiles - 1);  // likely to be the last: until then one line is asked for, not all
-      shift = wait_for_part(parts).mean;
-#pragma unroll 4
-      for (int i = lane_; i < tiles; i += lanes_) sums.add(wait_for_part(parts + i), shift);
+    for (int first = lane(); first <= last; first += kBatch * shape_.lanes) {
+      TilePart part[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) part[k] = read_part(parts_ + min(first + k * shape_.lanes, last));
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (first + k * shape_.lanes > last) continue;
+        if (part[k].count == 0) part[k] = wait_for_part(parts_ + first + k * shape_.lanes);
+        sums.add(part[k], shift);
+      }
     }
-    sums.add_lanes(lanes_);
-    if (!exists()) return;
-    for (int i = lane_; i < group_channels(); i += lanes_) {
-      const int c = group_ * group_channels() + i;
-      norms[c] = norm_of<float>(sums, shift, p_.arguments, c);
+    __syncwarp();
+    sums.add_lanes(shape_.lanes);
+    for (int i = lane(); exists_ && i < shape_.channels; i += shape_.lanes) {
+      const float2 affine = kept_.affine[first_channel_ + i];
+      kept_.norms[first_channel_ + i] = norm_of<float>(sums, shift, p_.arguments.eps, affine.x, affine.y);
     }
   }
 
  private:
-  __device__ bool exists() const { return group_ < groups_; }
-  __device__ int group_channels() const { return p_.tiling.out_channels / groups_; }
-  __device__ TilePart* parts_of(int64_t sample) const {
-    return p_.tile_parts + (sample * groups_ + group_) * tiles_per_sample(p_.tiling);
-  }
+  static constexpr int kLog2Rows = 6;
+  static_assert(1 << kLog2Rows == kRows);
+
+  __device__ int lane() const { return lane_of_thread() & (shape_.lanes - 1); }
 
   const ConvProblem& p_;
-  const int groups_;
-  int lanes_ = kWarpThreads;  // that share a group
-  int group_, lane_;          // this thread's, which need not exist, and its place among those lanes
+  KeptTile& kept_;
+  const NormShape shape_;
+  // Of this thread's group of the norm; where there is none it does the first one's work, and writes nothing.
+  bool exists_;
+  int first_channel_;
+  TilePart* parts_;
 };
 
 template <class Chain, class Mode>
@@ -122,11 +155,15 @@ class ResidentPass : public PassBase {
   static constexpr bool kMayFold = false;
 
   __device__ ResidentPass(const ConvProblem& problem, uint8_t* staging, uint8_t* carry, int barrier)
-      : PassBase(problem, staging, carry, barrier), statistics_(problem) {}
-
-  __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
-    channels_.load(p_, tile, rows, nullptr);
+      : PassBase(problem, staging, carry, barrier) {
+    if (thread() == 0) kept().shape = NormShape(problem);
+    const int c = thread();
+    if (c < p_.tiling.out_channels)
+      kept().affine[c] = {value_of<float>(p_.arguments.norm_weight, c, 1.0f),
+                          value_of<float>(p_.arguments.norm_bias, c)};
   }
+
+  __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
 
   // The tile that stands in the memory has to leave it.
   __device__ void before_staging() {
@@ -150,7 +187,7 @@ class ResidentPass : public PassBase {
     for (int i = 0; i < kColumns / 2; ++i) d[i] = Rest::value(d[i], d[i], channels_.channel[i / 2 % 2]);
     measure(rows, d);
     sync();
-    statistics_.write(tile, kept().parts);  // as early as may be: others wait for it
+    SampleStatistics(p_, kept(), tile.sample).write(tile.part);  // as early as may be: others wait for it
     if constexpr (!kKeepsFirst) keep<kColumns>(tile, rows, d);
   }
 
@@ -176,7 +213,7 @@ class ResidentPass : public PassBase {
 
   __device__ void finish_kept() {
     const Tile tile = kept().tile;
-    statistics_.find_norms(tile.sample, kept().norms);
+    SampleStatistics(p_, kept(), tile.sample).find_norms();
     sync();
     if constexpr (Chain::Reduce::kReducesChannels) {
       reduce(tile);
@@ -270,7 +307,6 @@ class ResidentPass : public PassBase {
     }
   }
 
-  const SampleStatistics statistics_;
   Channels channels_;
   bool keeps_ = false;
 };

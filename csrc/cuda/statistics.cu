@@ -30,7 +30,9 @@ __global__ void __launch_bounds__(kNormThreads)
     for (int w = 1; w < kWarps; ++w) all.add(of_warp[w]);
     for (int64_t i = threadIdx.x; i < group_channels; i += kNormThreads) {
       const int64_t c = group * group_channels + i;  // counted through all samples
-      norms[c] = norm_of<T>(all, shift, arguments, c % channels);
+      norms[c] =
+          norm_of<T>(all, shift, arguments.eps, value_of<double>(arguments.norm_weight, c % channels, 1.0),
+                     value_of<double>(arguments.norm_bias, c % channels));
     }
     __syncthreads();
   }

@@ -57,23 +57,27 @@ struct Sums {
     squares += other.squares;
   }
 
-  // Those of so many neighbouring lanes, a power of two: added in the same tree by each.
+  // Those of so many neighbouring lanes, a power of two: added in the same tree by each. Shuffles do not
+  // depend on their number: where lanes might part, they take a detour.
   __device__ void add_lanes(int lanes) {
-    for (int distance = 1; distance < lanes; distance *= 2)
-      add(Sums{__shfl_xor_sync(~0u, count, distance), __shfl_xor_sync(~0u, sum, distance),
-               __shfl_xor_sync(~0u, squares, distance)});
+#pragma unroll
+    for (int distance = 1; distance < kWarpThreads; distance *= 2) {
+      const Sums other{__shfl_xor_sync(~0u, count, distance), __shfl_xor_sync(~0u, sum, distance),
+                       __shfl_xor_sync(~0u, squares, distance)};
+      if (distance < lanes) add(other);
+    }
   }
 };
 
-// GroupNorm of channel c from its group's sums.
+// GroupNorm of a channel with this weight and bias, from its group's sums.
 template <class T>
-__device__ Norm<T> norm_of(const Sums<double>& sums, double shift, const Arguments& arguments, int64_t c) {
+__device__ Norm<T> norm_of(const Sums<double>& sums, double shift, double eps, double weight, double bias) {
   const double share = 1.0 / sums.count;
   const double offset = sums.sum * share;
   const double m2 = sums.squares - sums.sum * offset;
   const double variance = (m2 < 0 ? 0.0 : m2) * share;
   Channel<T> channel{};
-  set_norm(channel, arguments, c, shift + offset, rsqrt(variance + arguments.eps));
+  set_norm(channel, weight, bias, shift + offset, rsqrt(variance + eps));
   return {channel.mean, channel.norm_scale, channel.norm_shift};
 }
 

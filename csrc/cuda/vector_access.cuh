@@ -39,9 +39,19 @@ __device__ Pack<Element, kCount> load_pack(const Element* from) {
   return *reinterpret_cast<const Pack<Element, kCount>*>(from);
 }
 
+template <int kBytes>
+using Word = std::conditional_t<
+    kBytes == 16, uint4,
+    std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
+
+// By words, not by elements, of which a store each may be made.
 template <int kCount, class Element>
 __device__ void store_pack(Element* to, const Pack<Element, kCount>& pack) {
-  *reinterpret_cast<Pack<Element, kCount>*>(to) = pack;
+  constexpr int kBytes = sizeof(pack) < kVectorBytes ? int(sizeof(pack)) : kVectorBytes;
+  Word<kBytes> words[sizeof(pack) / kBytes];
+  memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+  for (int i = 0; i < int(sizeof(pack)) / kBytes; ++i) reinterpret_cast<Word<kBytes>*>(to)[i] = words[i];
 }
 
 // Copies from global to shared memory, without waiting where the hardware can: see wait_for_copies().
