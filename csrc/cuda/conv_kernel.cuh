@@ -12,12 +12,16 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+// Of a group: the one before, the one at hand, and those that are on their way to its stages.
+constexpr int kKnownTiles = 4;
+static_assert(kKnownTiles >= cuda::kMostStages + 2);
+
 // Shared memory: what the block shares, then what one group of threads has.
 struct SharedHead {
   uint64_t weights;  // has arrived, where they stay
   uint64_t full[kGroups][cuda::kMostStages];
   uint64_t empty[kGroups][cuda::kMostStages];
-  Tile tile[kGroups][cuda::kMostStages];
+  Tile tile[kGroups][kKnownTiles];
 };
 
 static_assert(sizeof(SharedHead) <= cuda::kSharedHeadBytes);
@@ -26,7 +30,7 @@ struct SharedLayout {
   SharedHead* head;
   uint64_t* full;  // barriers of the group's stages
   uint64_t* empty;
-  Tile* tile;  // of the group's stages
+  Tile* tile;  // that the group works at, or has a stage for, by their number modulo kKnownTiles
   uint8_t* weights;
   uint8_t* pixels;
   uint8_t* staging;
@@ -110,7 +114,7 @@ class StageFiller {
     const int weights_bytes = t.weights_stay ? 0 : Mode::kParts * t.weights_bytes;
     const int pixels_bytes =
         Mode::kParts * t.blocks_per_chunk * t.stack * t.phase_rows * t.pitch * kUnitBytes;
-    if (lane_of_thread() == 0) s_.tile[stage] = tile;
+    if (chunk_ == 0 && lane_of_thread() == 0) s_.tile[number_ % kKnownTiles] = tile;
     const UnitCopies copies(&s_.full[stage], weights_bytes + pixels_bytes);
     if (!t.weights_stay)
       copy_weights<Mode>(p_, tile.row_block, chunk_, copies, s_.weights + stage * weights_bytes);
@@ -119,6 +123,7 @@ class StageFiller {
     ring_.next(t.stages);
     if (++chunk_ < t.chunks) return;
     chunk_ = 0;
+    ++number_;
     cursor_.next(t);
   }
 
@@ -128,6 +133,7 @@ class StageFiller {
   const int items_;
   TileCursor<Pass::kAllRowBlocks> cursor_;
   int chunk_ = 0;
+  int number_ = 0;  // of the tile
   Ring ring_;
 };
 
@@ -193,9 +199,10 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
   ThreadRows rows;
   const PixelMask whole = pixel_mask<kColumns>(t, rows.stacked(t), t.tile_rows, t.tile_cols);
   if (t.weights_stay) wait(&s.head->weights, 0);
-  for (int left = count_tiles<Pass::kAllRowBlocks>(t, group, items); left > 0; --left) {
+  const int tiles = count_tiles<Pass::kAllRowBlocks>(t, group, items);
+  for (int number = 0; number < tiles; ++number) {
     wait(&s.full[ring.stage], ring.parity);
-    const Tile tile = s.tile[ring.stage];
+    const Tile& tile = s.tile[number % kKnownTiles];  // in registers it would be in the way
     if (tile.row_block != rows.row_block) {
       rows.load(p, tile.row_block);
       pass.set_rows(rows);

@@ -64,7 +64,6 @@ struct alignas(16) NormShape {
 // What a group of threads has in its memory besides a tile's values. What does not change stands there too:
 // registers are few.
 struct KeptTile {
-  Tile tile;
   NormShape shape;
   float2 affine[kRows];  // the norm's weight and bias
   Norm<float> norms[kRows];
@@ -167,7 +166,7 @@ class ResidentPass : public PassBase {
 
   // The tile that stands in the memory has to leave it.
   __device__ void before_staging() {
-    if (keeps_) finish_kept();
+    if (kept_tile_ != nullptr) finish_kept(*kept_tile_);
   }
 
   __device__ void end() { before_staging(); }
@@ -176,8 +175,7 @@ class ResidentPass : public PassBase {
   template <int kColumns>
   __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
                          Scaling scaling) {
-    keeps_ = true;
-    if (thread() == 0) kept().tile = tile;
+    kept_tile_ = &tile;
     compose<typename Chain::Start>(scaling, channels_);
     unscale(d, scaling);
     using Rest = typename Chain::Left::Pre;
@@ -211,8 +209,7 @@ class ResidentPass : public PassBase {
       kept().parts[staging_row(k)][half_of_thread()] = {moments.count, moments.mean[k], moments.m2[k]};
   }
 
-  __device__ void finish_kept() {
-    const Tile tile = kept().tile;
+  __device__ void finish_kept(const Tile& tile) {
     SampleStatistics(p_, kept(), tile.sample).find_norms();
     sync();
     if constexpr (Chain::Reduce::kReducesChannels) {
@@ -308,7 +305,7 @@ class ResidentPass : public PassBase {
   }
 
   Channels channels_;
-  bool keeps_ = false;
+  const Tile* kept_tile_ = nullptr;
 };
 
 }  // namespace FUSEDCONV_TARGET
