@@ -106,6 +106,7 @@ struct ConvChain {
     if (plan.is_resident) {
       const int64_t groups = problem.input.size[0] * problem.arguments.num_groups;
       p.tile_parts = workspace.take<TilePart>(groups * tiles_per_sample(t));
+      p.norm_shape = norm_shape(t, int(problem.arguments.num_groups));
     } else if (Chain::kNeedsStatistics) {
       p.norms = workspace.take<Norm<float>>(channels);
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
@@ -153,9 +154,10 @@ struct ConvChain {
   }
 
   static cudaError_t launch_norms(const ConvProblem& p, const Card& card, cudaStream_t stream) {
-    return launch_statistics<float>(p.parts, parts_per_channel(p.tiling), p.input.size[0],
-                                    p.tiling.out_channels, p.arguments, p.norms, card.overlaps_kernels,
-                                    stream);
+    const ConvTiling& t = p.tiling;
+    return launch_statistics<float>(p.parts, parts_per_channel(t), p.input.size[0], t.out_channels,
+                                    int64_t(t.out_size[0]) * t.out_size[1], p.arguments, p.norms,
+                                    card.overlaps_kernels, stream);
   }
 
   // Persistent blocks, one a multiprocessor.

@@ -81,7 +81,7 @@ class PassBase {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
   }
-  static constexpr int kWarps = kGroupThreads / kWarpThreads;
+  static constexpr int kWarps = kGroupWarps;
   static constexpr int kWarpChannels = kRows / kWarps;  // each warp's share of a block of rows
   __device__ static int thread() { return threadIdx.x % kGroupThreads; }
   __device__ static int warp() { return thread() / kWarpThreads; }

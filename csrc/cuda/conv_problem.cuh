@@ -21,6 +21,16 @@ constexpr int kNoShare = -(1 << 20);  // where weights are zeros
 // others write: as long as it has no pixels, it is not there.
 struct alignas(sizeof(float4)) TilePart : Part<float> {};
 
+// How statistics of samples that stay in shared memory are shared out: each warp has some of the norm's
+// groups, on some lanes each.
+struct NormShape {
+  double share;  // 1 / the values of a group
+  int tiles;     // of a sample
+  int groups;    // of the norm
+  int channels;  // of a group
+  int lanes;     // a power of two
+};
+
 struct ConvProblem {
   Tensor input, weight, output;
   Parameter conv_bias;
@@ -37,6 +47,7 @@ struct ConvProblem {
   unsigned* magnitudes = nullptr;  // [panels][in_channels], bits of the largest ones
   Part<float>* parts = nullptr;    // [N][C][parts of a channel]
   TilePart* tile_parts = nullptr;  // [N][groups of the norm][tiles of a sample]
+  NormShape norm_shape{};          // where there are tile_parts
   Norm<float>* norms = nullptr;    // [N][C]
   float* pooled = nullptr;         // [N][C][pooled height][pooled width]
 };
@@ -69,11 +80,20 @@ struct ChunkPlace {
 // Two groups of eight warps. Of a tile's columns the first four warps of a group have the first half.
 constexpr int kHalfThreads = 128;
 constexpr int kGroupThreads = 2 * kHalfThreads;
+constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
 using cuda::kGroups;
 constexpr int kConvThreads = kGroups * kGroupThreads;
 
 __host__ __device__ inline int tiles_per_sample(const ConvTiling& t) {
   return t.bands * t.tiles_across * t.sub_tiles;
+}
+
+inline NormShape norm_shape(const ConvTiling& t, int groups) {
+  NormShape shape{0, tiles_per_sample(t), groups, t.out_channels / groups, kWarpThreads};
+  shape.share = 1.0 / (double(shape.channels) * t.out_size[0] * t.out_size[1]);
+  const int groups_per_warp = (groups + kGroupWarps - 1) / kGroupWarps;
+  while (shape.lanes * groups_per_warp > kWarpThreads) shape.lanes /= 2;
+  return shape;
 }
 
 // A tile's parts: one for each row of the stack and half of the columns.

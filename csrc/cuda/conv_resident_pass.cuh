@@ -34,40 +34,11 @@ __device__ inline TilePart read_part(const TilePart* from) {
   return part;
 }
 
-// Once it has been written: no tile has a part without pixels.
-__device__ inline TilePart wait_for_part(const TilePart* from) {
-  TilePart part;
-  do {
-    part = read_part(from);
-  } while (part.count == 0);
-  return part;
-}
-
-// How a sample's statistics are shared out: each warp has some of the norm's groups, on some lanes each.
-struct alignas(16) NormShape {
-  int tiles;     // of a sample
-  int groups;    // of the norm
-  int channels;  // of a group
-  int lanes;     // a power of two
-
-  __device__ explicit NormShape(const ConvProblem& p)
-      : tiles(tiles_per_sample(p.tiling)),
-        groups(int(p.arguments.num_groups)),
-        channels(p.tiling.out_channels / groups),
-        lanes(kWarpThreads) {
-    while (lanes * ((groups + kWarps - 1) / kWarps) > kWarpThreads) lanes /= 2;
-  }
-
-  static constexpr int kWarps = kGroupThreads / kWarpThreads;
-};
-
-// What a group of threads has in its memory besides a tile's values. What does not change stands there too:
-// registers are few.
+// What a group of threads has in its memory besides a tile's values.
 struct KeptTile {
-  NormShape shape;
   float2 affine[kRows];  // the norm's weight and bias
   Norm<float> norms[kRows];
-  Part<float> parts[kRows][2];  // of the rows of accumulators, in each half of the columns
+  Part<float> parts[2 * kRows];  // [channel][stacked row][half of the columns]
 };
 
 static_assert(sizeof(KeptTile) <= cuda::kKeptTileBytes);
@@ -78,69 +49,73 @@ static_assert(sizeof(KeptTile) <= cuda::kKeptTileBytes);
 class SampleStatistics {
  public:
   __device__ SampleStatistics(const ConvProblem& p, KeptTile& kept, int64_t sample)
-      : p_(p), kept_(kept), shape_(kept.shape) {
-    const int group =
-        lane_of_thread() / shape_.lanes * NormShape::kWarps + threadIdx.x % kGroupThreads / kWarpThreads;
+      : p_(p), kept_(kept), shape_(p.norm_shape) {
+    const int warp = threadIdx.x % kGroupThreads / kWarpThreads;
+    const int group = lane_of_thread() / shape_.lanes * kGroupWarps + warp;
     exists_ = group < shape_.groups;
     first_channel_ = exists_ ? group * shape_.channels : 0;
     parts_ = p.tile_parts + (sample * shape_.groups + (exists_ ? group : 0)) * shape_.tiles;
   }
 
   // Of a tile, from the kept parts, which all threads of the group wrote.
-  __device__ void write(int tile) const {
-    const ConvTiling& t = p_.tiling;
-    // Every tile has pixels of its first row in the first half.
-    const float shift = kept_.parts[first_channel_][0].mean;
+  __device__ void write(const Tile& tile) const {
+    const int parts_per_channel = 2 * p_.tiling.stack;
+    const Part<float>* const parts = kept_.parts + first_channel_ * parts_per_channel;
+    const float shift = parts[0].mean;  // every tile has pixels of its first row in the first half
     Sums<float> sums{};
-    const int shift_of_stack = kLog2Rows - t.stack_shift;
-    for (int i = lane(); i < shape_.channels << shift_of_stack << 1; i += shape_.lanes) {
-      const int row = i / 2;
-      const int stacked = row & (t.stack - 1);
-      const int m = (stacked << t.stack_shift) + first_channel_ + (row >> shift_of_stack);
-      sums.add(kept_.parts[m][i % 2], shift);
-    }
+    for (int i = lane(); i < shape_.channels * parts_per_channel; i += shape_.lanes)
+      sums.add(parts[i], shift);
     __syncwarp();
     sums.add_lanes(shape_.lanes);
-    const float offset = sums.sum * reciprocal(sums.count);
+    const float count = float(shape_.channels * tile.rows * tile.cols);
+    const float offset = sums.sum * reciprocal(count);
     const float m2 = maximum(0.0f, fmaf(-sums.sum, offset, sums.squares));
-    if (exists_ && lane() == 0) write_part(parts_ + tile, TilePart{{sums.count, shift + offset, m2}});
+    if (exists_ && lane() == 0) write_part(parts_ + tile.part, TilePart{{count, shift + offset, m2}});
   }
 
-  // Once all tiles of the sample have been measured.
+  // Once all tiles of the sample have been measured. No lane goes a way of its own.
   __device__ void find_norms() const {
     constexpr int kBatch = 4;  // loads on their way at a time
     const int last = shape_.tiles - 1;
-    wait_for_part(parts_ + last);  // likely to be the last: until then one line is asked for, not all
-    const double shift = wait_for_part(parts_).mean;
+    // It is likely to come last: until then one line is asked for, not all.
+    while (!__all_sync(~0u, is_there(read_part(parts_ + last)))) {
+    }
     Sums<double> sums{};
-    for (int first = lane(); first <= last; first += kBatch * shape_.lanes) {
+    float shift;
+    for (int first = 0; first <= last; first += kBatch * shape_.lanes) {
       TilePart part[kBatch];
+      bool are_there;
+      do {
+        are_there = true;
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) part[k] = read_part(parts_ + min(first + k * shape_.lanes, last));
+        for (int k = 0; k < kBatch; ++k) {
+          part[k] = read_part(parts_ + min(first + k * shape_.lanes + lane(), last));
+          are_there &= is_there(part[k]);
+        }
+      } while (!__all_sync(~0u, are_there));
+      if (first == 0) shift = __shfl_sync(~0u, part[0].mean, lane_of_thread() & -shape_.lanes);
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        if (first + k * shape_.lanes > last) continue;
-        if (part[k].count == 0) part[k] = wait_for_part(parts_ + first + k * shape_.lanes);
+        if (first + k * shape_.lanes + lane() > last) part[k].count = part[k].m2 = 0;
         sums.add(part[k], shift);
       }
     }
-    __syncwarp();
     sums.add_lanes(shape_.lanes);
     for (int i = lane(); exists_ && i < shape_.channels; i += shape_.lanes) {
-      const float2 affine = kept_.affine[first_channel_ + i];
-      kept_.norms[first_channel_ + i] = norm_of<float>(sums, shift, p_.arguments.eps, affine.x, affine.y);
+      const int c = first_channel_ + i;
+      const float2 affine = kept_.affine[c];
+      kept_.norms[c] = norm_of<float>(sums, shift, shape_.share, p_.arguments.eps, affine.x, affine.y);
     }
   }
 
  private:
-  static constexpr int kLog2Rows = 6;
-  static_assert(1 << kLog2Rows == kRows);
-
+  // No tile has a part without pixels.
+  __device__ static bool is_there(const TilePart& part) { return part.count != 0; }
   __device__ int lane() const { return lane_of_thread() & (shape_.lanes - 1); }
 
   const ConvProblem& p_;
   KeptTile& kept_;
-  const NormShape shape_;
+  const NormShape& shape_;
   // Of this thread's group of the norm; where there is none it does the first one's work, and writes nothing.
   bool exists_;
   int first_channel_;
@@ -155,7 +130,6 @@ class ResidentPass : public PassBase {
 
   __device__ ResidentPass(const ConvProblem& problem, uint8_t* staging, uint8_t* carry, int barrier)
       : PassBase(problem, staging, carry, barrier) {
-    if (thread() == 0) kept().shape = NormShape(problem);
     const int c = thread();
     if (c < p_.tiling.out_channels)
       kept().affine[c] = {value_of<float>(p_.arguments.norm_weight, c, 1.0f),
@@ -185,7 +159,7 @@ class ResidentPass : public PassBase {
     for (int i = 0; i < kColumns / 2; ++i) d[i] = Rest::value(d[i], d[i], channels_.channel[i / 2 % 2]);
     measure(rows, d);
     sync();
-    SampleStatistics(p_, kept(), tile.sample).write(tile.part);  // as early as may be: others wait for it
+    SampleStatistics(p_, kept(), tile.sample).write(tile);  // as early as may be: others wait for it
     if constexpr (!kKeepsFirst) keep<kColumns>(tile, rows, d);
   }
 
@@ -204,9 +178,12 @@ class ResidentPass : public PassBase {
   __device__ void measure(const ThreadRows& rows, float (&d)[kCount]) {
     const RowMoments moments(rows.pixels, d);
     if (threadIdx.x % 4 != 0) return;
+    const int stack = p_.tiling.stack;
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      kept().parts[staging_row(k)][half_of_thread()] = {moments.count, moments.mean[k], moments.m2[k]};
+    for (int k = 0; k < 2; ++k) {
+      const int part = (rows.channel(k) * stack + rows.stacked(p_.tiling)) * 2 + half_of_thread();
+      kept().parts[part] = {moments.count, moments.mean[k], moments.m2[k]};
+    }
   }
 
   __device__ void finish_kept(const Tile& tile) {

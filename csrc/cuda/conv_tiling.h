@@ -35,7 +35,7 @@ constexpr int kPackWarps = 8;          // of a block of threads that packs a pan
 constexpr int kPackBatch = 8;          // units of one of its threads on their way at once
 constexpr int kPanelUnits = 2048;      // about so many, of pixels, or more where most of them would be halo
 constexpr int kSharedHeadBytes = 512;  // barriers, and which tiles are in the stages
-constexpr int kKeptTileBytes = 3088;   // of a tile that waits for its sample's statistics, besides its values
+constexpr int kKeptTileBytes = 3072;   // of a tile that waits for its sample's statistics, besides its values
 constexpr int kMostSteps = 448;        // of a chunk; they are a kernel's parameters, of 4 KB in all
 // The tensor cores cut sums off, which adds up: after so many steps their sums are added up outside, rounded,
 // where float32 is to be exact.

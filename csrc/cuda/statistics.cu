@@ -12,13 +12,13 @@ constexpr int kNormThreads = 128;
 template <class T, class P>
 __global__ void __launch_bounds__(kNormThreads)
     group_norm_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t channels, int64_t groups,
-                          int64_t group_channels, Arguments arguments, Norm<T>* norms) {
+                          int64_t group_channels, double share, Arguments arguments, Norm<T>* norms) {
   constexpr int kWarps = kNormThreads / kWarpThreads;
   __shared__ Sums<double> of_warp[kWarps];
   wait_for_earlier_kernels();
   for (int64_t group = blockIdx.x; group < groups; group += gridDim.x) {
     const Part<P>* of_group = parts + group * parts_per_group;
-    const double shift = of_group[0].mean;  // the first part is never empty
+    const P shift = of_group[0].mean;  // the first part is never empty
     Sums<double> sums{};
 #pragma unroll 4
     for (int64_t i = threadIdx.x; i < parts_per_group; i += kNormThreads) sums.add(of_group[i], shift);
@@ -30,9 +30,9 @@ __global__ void __launch_bounds__(kNormThreads)
     for (int w = 1; w < kWarps; ++w) all.add(of_warp[w]);
     for (int64_t i = threadIdx.x; i < group_channels; i += kNormThreads) {
       const int64_t c = group * group_channels + i;  // counted through all samples
-      norms[c] =
-          norm_of<T>(all, shift, arguments.eps, value_of<double>(arguments.norm_weight, c % channels, 1.0),
-                     value_of<double>(arguments.norm_bias, c % channels));
+      norms[c] = norm_of<T>(all, shift, share, arguments.eps,
+                            value_of<double>(arguments.norm_weight, c % channels, 1.0),
+                            value_of<double>(arguments.norm_bias, c % channels));
     }
     __syncthreads();
   }
@@ -42,13 +42,15 @@ __global__ void __launch_bounds__(kNormThreads)
 
 template <class T, class P>
 cudaError_t launch_group_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t samples,
-                                    int64_t channels, const Arguments& arguments, Norm<T>* norms,
-                                    bool overlaps, cudaStream_t stream) {
+                                    int64_t channels, int64_t pixels, const Arguments& arguments,
+                                    Norm<T>* norms, bool overlaps, cudaStream_t stream) {
   constexpr int64_t kMostBlocks = 1 << 16;
   const int64_t groups = samples * arguments.num_groups;
   const int blocks = int(groups < kMostBlocks ? groups : kMostBlocks);
+  const int64_t group_channels = channels / arguments.num_groups;
+  const double share = 1.0 / (double(group_channels) * double(pixels));
   return launch_kernel(group_norm_statistics<T, P>, {dim3(blocks), kNormThreads, 0, overlaps}, stream, parts,
-                       parts_per_group, channels, groups, channels / arguments.num_groups, arguments, norms);
+                       parts_per_group, channels, groups, group_channels, share, arguments, norms);
 }
 
 template <class T, class P>
@@ -56,9 +58,9 @@ cudaError_t load_group_statistics() {
   return load_kernel(group_norm_statistics<T, P>);
 }
 
-#define FUSEDCONV_STATISTICS(T, P)                                                                          \
-  template cudaError_t launch_group_statistics(const Part<P>*, int64_t, int64_t, int64_t, const Arguments&, \
-                                               Norm<T>*, bool, cudaStream_t);                               \
+#define FUSEDCONV_STATISTICS(T, P)                                                                 \
+  template cudaError_t launch_group_statistics(const Part<P>*, int64_t, int64_t, int64_t, int64_t, \
+                                               const Arguments&, Norm<T>*, bool, cudaStream_t);    \
   template cudaError_t load_group_statistics<T, P>();
 
 FUSEDCONV_STATISTICS(float, float)

@@ -36,23 +36,21 @@ constexpr int kWarpThreads = 32;
 
 __device__ inline int lane_of_thread() { return threadIdx.x % kWarpThreads; }
 
-// Count, sum and sum of squares of values counted from a common shift: of parts, by plain additions. With the
-// mean of any one part for the shift, nothing is lost in double where the parts' means differ by a million
+// Sum and sum of squares of values counted from a common shift: of parts, by plain additions. With the mean
+// of any one part for the shift, nothing is lost in double where the parts' means differ by a million
 // deviations.
 template <class T>
 struct Sums {
-  T count, sum, squares;
+  T sum, squares;
 
   template <class P>
-  __device__ void add(const Part<P>& part, T shift) {
-    const T delta = T(part.mean) - shift;
-    count += part.count;
-    sum += part.count * delta;
-    squares += T(part.m2) + part.count * delta * delta;
+  __device__ void add(const Part<P>& part, P shift) {
+    const T delta = part.mean - shift;
+    sum += T(part.count) * delta;
+    squares += T(part.m2) + T(part.count) * delta * delta;
   }
 
   __device__ void add(const Sums& other) {
-    count += other.count;
     sum += other.sum;
     squares += other.squares;
   }
@@ -62,17 +60,16 @@ struct Sums {
   __device__ void add_lanes(int lanes) {
 #pragma unroll
     for (int distance = 1; distance < kWarpThreads; distance *= 2) {
-      const Sums other{__shfl_xor_sync(~0u, count, distance), __shfl_xor_sync(~0u, sum, distance),
-                       __shfl_xor_sync(~0u, squares, distance)};
+      const Sums other{__shfl_xor_sync(~0u, sum, distance), __shfl_xor_sync(~0u, squares, distance)};
       if (distance < lanes) add(other);
     }
   }
 };
 
-// GroupNorm of a channel with this weight and bias, from its group's sums.
+// GroupNorm of a channel with this weight and bias, from its group's sums; share: 1 / the group's values.
 template <class T>
-__device__ Norm<T> norm_of(const Sums<double>& sums, double shift, double eps, double weight, double bias) {
-  const double share = 1.0 / sums.count;
+__device__ Norm<T> norm_of(const Sums<double>& sums, double shift, double share, double eps, double weight,
+                           double bias) {
   const double offset = sums.sum * share;
   const double m2 = sums.squares - sums.sum * offset;
   const double variance = (m2 < 0 ? 0.0 : m2) * share;
@@ -82,11 +79,11 @@ __device__ Norm<T> norm_of(const Sums<double>& sums, double shift, double eps, d
 }
 
 // Queues the statistics of a tensor of N samples, whose groups have so many parts each: parts is
-// [N][groups][parts_per_group], norms is [N][C]. overlaps: see launch.cuh.
+// [N][groups][parts_per_group], norms is [N][C]. pixels: of a channel. overlaps: see launch.cuh.
 template <class T, class P>
 cudaError_t launch_group_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t samples,
-                                    int64_t channels, const Arguments& arguments, Norm<T>* norms,
-                                    bool overlaps, cudaStream_t stream);
+                                    int64_t channels, int64_t pixels, const Arguments& arguments,
+                                    Norm<T>* norms, bool overlaps, cudaStream_t stream);
 
 // Loads its kernel onto the current device.
 template <class T, class P>
@@ -95,11 +92,11 @@ cudaError_t load_group_statistics();
 // The same for parts of channels: parts is [N][C][parts_per_channel].
 template <class T>
 cudaError_t launch_statistics(const Part<T>* parts, int64_t parts_per_channel, int64_t samples,
-                              int64_t channels, const Arguments& arguments, Norm<T>* norms, bool overlaps,
-                              cudaStream_t stream) {
+                              int64_t channels, int64_t pixels, const Arguments& arguments, Norm<T>* norms,
+                              bool overlaps, cudaStream_t stream) {
   const int64_t group_channels = channels / arguments.num_groups;
-  return launch_group_statistics<T>(parts, parts_per_channel * group_channels, samples, channels, arguments,
-                                    norms, overlaps, stream);
+  return launch_group_statistics<T>(parts, parts_per_channel * group_channels, samples, channels, pixels,
+                                    arguments, norms, overlaps, stream);
 }
 
 }  // namespace FUSEDCONV_TARGET

@@ -138,9 +138,9 @@ class TensorRun {
     if constexpr (kNeedsStatistics) {
       if (work.plan.resident) return launch_pieces(work, TensorStep::kWhole, stream);
       if (const cudaError_t status = launch_pieces(work, TensorStep::kMoments, stream)) return status;
-      if (const cudaError_t status =
-              launch_group_statistics<T>(work.parts, parts_per_group(), work.shape.samples,
-                                         work.shape.channels, work.arguments, norms_, false, stream))
+      if (const cudaError_t status = launch_group_statistics<T>(
+              work.parts, parts_per_group(), work.shape.samples, work.shape.channels, work.shape.pixels,
+              work.arguments, norms_, false, stream))
         return status;
       work.norms = norms_;
     }

@@ -39,19 +39,30 @@ __device__ Pack<Element, kCount> load_pack(const Element* from) {
   return *reinterpret_cast<const Pack<Element, kCount>*>(from);
 }
 
-template <int kBytes>
-using Word = std::conditional_t<
-    kBytes == 16, uint4,
-    std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
-
-// By words, not by elements, of which a store each may be made.
 template <int kCount, class Element>
 __device__ void store_pack(Element* to, const Pack<Element, kCount>& pack) {
-  constexpr int kBytes = sizeof(pack) < kVectorBytes ? int(sizeof(pack)) : kVectorBytes;
-  Word<kBytes> words[sizeof(pack) / kBytes];
-  memcpy(words, &pack, sizeof(pack));
+  *reinterpret_cast<Pack<Element, kCount>*>(to) = pack;
+}
+
+// Of values that were just computed the compiler may make a store each; this is one for every 16 bytes. To
+// global memory that the kernel does not read: other accesses may be moved across it.
+template <int kCount, class Element>
+__device__ void store_vector(Element* to, const Pack<Element, kCount>& pack) {
+  constexpr int kBytes = int(sizeof(pack));
+  if constexpr (kBytes < 8) {
+    store_pack(to, pack);
+  } else {
+    uint2 words[kBytes / 8];
+    memcpy(words, &pack, kBytes);
+    if constexpr (kBytes == 8) {
+      asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words[0].x), "r"(words[0].y));
+    } else {
 #pragma unroll
-  for (int i = 0; i < int(sizeof(pack)) / kBytes; ++i) reinterpret_cast<Word<kBytes>*>(to)[i] = words[i];
+      for (int i = 0; i < kBytes / 8; i += 2)
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<uint2*>(to) + i),
+                     "r"(words[i].x), "r"(words[i].y), "r"(words[i + 1].x), "r"(words[i + 1].y));
+    }
+  }
 }
 
 // Copies from global to shared memory, without waiting where the hardware can: see wait_for_copies().
@@ -83,12 +94,12 @@ class OutputMemory {
   template <int kCount>
   __device__ void store(int64_t offset, const Pack<T, kCount>& pack) const {
     if (widens_) {
-      store_pack(static_cast<T*>(data_) + offset, pack);
+      store_vector(static_cast<T*>(data_) + offset, pack);
     } else {
       Pack<In, kCount> narrowed;
 #pragma unroll
       for (int k = 0; k < kCount; ++k) narrowed.element[k] = narrow<In>(pack.element[k]);
-      store_pack(static_cast<In*>(data_) + offset, narrowed);
+      store_vector(static_cast<In*>(data_) + offset, narrowed);
     }
   }
 
