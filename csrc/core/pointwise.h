@@ -85,6 +85,25 @@ struct HardswishInside : Stage {
   }
 };
 
+// sigmoid(x) = 1 / (1 + 2^(-log2(e) x)), in two stages: the first one is affine.
+struct ScaleToSigmoid : Stage {
+  static constexpr bool kIsAffine = true;
+
+  template <class T>
+  static FUSEDCONV_INLINE void compose(T& factor, T& offset, const Channel<T>&) {
+    constexpr T kMinusLog2E = T(-1.4426950408889634);
+    factor *= kMinusLog2E;
+    offset *= kMinusLog2E;
+  }
+};
+
+struct ScaledSigmoid : Stage {
+  template <class X, class T>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+    return reciprocal(X(1) + exp2(x));
+  }
+};
+
 struct Sigmoid : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
@@ -152,6 +171,19 @@ struct Sequence<First, Rest...> {
   }
 };
 
+// A stage that is not affine may start with one that is.
+template <class Whole>
+struct SplitStage {
+  using Start = Sequence<>;
+  using Rest = Whole;
+};
+
+template <>
+struct SplitStage<Sigmoid> {
+  using Start = ScaleToSigmoid;
+  using Rest = ScaledSigmoid;
+};
+
 // The affine stages that a sequence starts with, as one: compose() takes them into x * factor + offset, for a
 // schedule that multiplies and adds anyhow. Rest is what comes after them.
 template <class Stages>
@@ -164,14 +196,18 @@ struct AffineStart {
 
 template <class First, class... More>
 struct AffineStart<Sequence<First, More...>> {
+  using Split = SplitStage<First>;
   using Next = AffineStart<Sequence<More...>>;
-  using Rest = std::conditional_t<First::kIsAffine, typename Next::Rest, Sequence<First, More...>>;
+  using Rest =
+      std::conditional_t<First::kIsAffine, typename Next::Rest, Sequence<typename Split::Rest, More...>>;
 
   template <class T>
   static FUSEDCONV_INLINE void compose(T& factor, T& offset, const Channel<T>& channel) {
     if constexpr (First::kIsAffine) {
       First::compose(factor, offset, channel);
       Next::compose(factor, offset, channel);
+    } else if constexpr (!std::is_same_v<typename Split::Start, Sequence<>>) {
+      Split::Start::compose(factor, offset, channel);
     }
   }
 };

@@ -224,20 +224,24 @@ class ResidentPass : public PassBase {
   __device__ void store_runs(int first, int64_t offset, int length) {
     const OutputMemory<typename Mode::In> memory(p_.output);
     const int pitch = run_pitch<float>(p_.tiling);
+    const int team = team_of_thread();
+    const int64_t stride = p_.output.stride[1];
 #pragma unroll 1
-    for (int c = team_of_thread(); c < p_.tiling.out_channels; c += kTeams) {
-      const Channel<float> channel = channel_at(c);
-      const float* run = staging() + c * pitch + first;
-      const int64_t to = offset + c * p_.output.stride[1];
-#pragma unroll 2
-      for (int i = thread() % kTeamThreads * kVector; i < length; i += kTeamThreads * kVector) {
-        Pack<float, kVector> values = load_pack<kVector>(run + i);
+    for (int i = thread() % kTeamThreads * kVector; i < length; i += kTeamThreads * kVector) {
+      const float* run = staging() + team * pitch + first + i;
+      int64_t to = offset + team * stride + i;
+#pragma unroll 4
+      for (int c = team; c < p_.tiling.out_channels; c += kTeams) {
+        const Channel<float> channel = channel_at(c);
+        Pack<float, kVector> values = load_pack<kVector>(run);
 #pragma unroll
         for (float& x : values.element) {
           const float y = Chain::pointwise(x, channel);
           x = Chain::Final::value(y, y, channel);
         }
-        memory.store(to + i, values);
+        memory.store(to, values);
+        run += kTeams * pitch;
+        to += kTeams * stride;
       }
     }
   }

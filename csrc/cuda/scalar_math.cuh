@@ -27,17 +27,21 @@ FUSEDCONV_INLINE float maximum(float a, float b) {
 
 FUSEDCONV_INLINE double maximum(double a, double b) { return a > b || a != a ? a : b; }
 
+FUSEDCONV_INLINE float exp2(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return std::exp2(x);
+#endif
+}
+
 // exp(kTimes * x)
 template <int kTimes = 1>
 FUSEDCONV_INLINE float exp(float x) {
-#ifdef __CUDA_ARCH__
   constexpr float kLog2E = 1.4426950408889634f;
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * (kTimes * kLog2E)));
-  return y;
-#else
-  return std::exp(kTimes * x);
-#endif
+  return exp2(x * (kTimes * kLog2E));
 }
 
 FUSEDCONV_INLINE double exp(double x) { return std::exp(x); }
