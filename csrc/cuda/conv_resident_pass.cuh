@@ -222,28 +222,33 @@ class ResidentPass : public PassBase {
 
   template <int kVector>
   __device__ void store_runs(int first, int64_t offset, int length) {
-    const OutputMemory<typename Mode::In> memory(p_.output);
-    const int pitch = run_pitch<float>(p_.tiling);
-    const int team = team_of_thread();
-    const int64_t stride = p_.output.stride[1];
+    const int last = p_.tiling.out_channels - 1;
 #pragma unroll 1
     for (int i = thread() % kTeamThreads * kVector; i < length; i += kTeamThreads * kVector) {
-      const float* run = staging() + team * pitch + first + i;
-      int64_t to = offset + team * stride + i;
-#pragma unroll 4
-      for (int c = team; c < p_.tiling.out_channels; c += kTeams) {
-        const Channel<float> channel = channel_at(c);
-        Pack<float, kVector> values = load_pack<kVector>(run);
-#pragma unroll
-        for (float& x : values.element) {
-          const float y = Chain::pointwise(x, channel);
-          x = Chain::Final::value(y, y, channel);
-        }
-        memory.store(to, values);
-        run += kTeams * pitch;
-        to += kTeams * stride;
+      // Two channels at a time, for their loads to wait together; the last one may be there twice.
+#pragma unroll 1
+      for (int c = team_of_thread(); c <= last; c += 2 * kTeams) {
+        const int other = min(c + kTeams, last);
+        const float* const run = staging() + first + i;
+        const int pitch = run_pitch<float>(p_.tiling);
+        Pack<float, kVector> values[2]{load_pack<kVector>(run + c * pitch),
+                                       load_pack<kVector>(run + other * pitch)};
+        finish_vector(values[0], c, offset + i);
+        finish_vector(values[1], other, offset + i);
       }
     }
+  }
+
+  // offset: of the vector's place in the first channel.
+  template <int kVector>
+  __device__ void finish_vector(Pack<float, kVector>& values, int c, int64_t offset) {
+    const Channel<float> channel = channel_at(c);
+#pragma unroll
+    for (float& x : values.element) {
+      const float y = Chain::pointwise(x, channel);
+      x = Chain::Final::value(y, y, channel);
+    }
+    OutputMemory<typename Mode::In>(p_.output).store(offset + c * p_.output.stride[1], values);
   }
 
   // For channels that follow each other in memory: lanes have 8 channels of 4 pixels, which lie in few banks
