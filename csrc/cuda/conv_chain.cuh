@@ -6,8 +6,8 @@
 #include "conv_logsumexp_pass.cuh"
 #include "conv_pack.cuh"
 #include "conv_plan.h"
-#include "conv_pointwise.cuh"
 #include "conv_pool_pass.cuh"
+#include "conv_pooled_norm.cuh"
 #include "conv_resident_pass.cuh"
 #include "conv_store_pass.cuh"
 #include "workspace.cuh"
@@ -23,10 +23,10 @@ template <class Chain>
 struct ConvChain {
   static constexpr bool kPools = Chain::Reduce::kPools;
   // It needs statistics of all the conv's output before any of it is finished.
-  static constexpr bool kMayReside = Chain::kNeedsStatistics && !kPools;
+  static constexpr bool kWaitsForNorms = Chain::kNeedsStatistics && !kPools;
 
   static ConvPlan plan(const Problem& problem, const Card& card) {
-    return cuda::plan_conv(problem, {kPools, kMayReside ? 2 : 1}, card);
+    return cuda::plan_conv(problem, {kPools, kWaitsForNorms ? 2 : 1}, card);
   }
 
   static size_t workspace(const Problem& problem, const ConvPlan& plan) {
@@ -61,7 +61,7 @@ struct ConvChain {
         if constexpr (Chain::kNeedsStatistics)
           allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, MomentsPass<typename Chain::Pre>>));
         allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, LastPass<Mode>>));
-        if constexpr (kMayReside && std::is_same_v<S, Sm90a>)
+        if constexpr (kWaitsForNorms && std::is_same_v<S, Sm90a>)
           allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, ResidentPass<Chain, Mode>>));
       }
     };
@@ -73,9 +73,9 @@ struct ConvChain {
     };
     load_source(Sm80{});
     load_source(Sm90a{});
-    if (status == cudaSuccess && Chain::kNeedsStatistics) status = load_group_statistics<float, float>();
+    if (status == cudaSuccess && kWaitsForNorms) status = load_group_statistics<float, float>();
     if constexpr (kPools) {
-      if (status == cudaSuccess) status = load_pointwise<Chain>();
+      if (status == cudaSuccess) status = load_pooled_norm<Chain>();
     }
     return status;
   }
@@ -108,7 +108,7 @@ struct ConvChain {
       p.tile_parts = workspace.take<TilePart>(groups * tiles_per_sample(t));
       p.norm_shape = norm_shape(t, int(problem.arguments.num_groups));
     } else if (Chain::kNeedsStatistics) {
-      p.norms = workspace.take<Norm<float>>(channels);
+      if (!kPools) p.norms = workspace.take<Norm<float>>(channels);
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
     }
     if (kPools) p.pooled = workspace.take<float>(channels * problem.output.size[2] * problem.output.size[3]);
@@ -136,13 +136,12 @@ struct ConvChain {
   static cudaError_t launch_passes(const ConvProblem& p, const ConvPlan& plan, const Card& card,
                                    cudaStream_t stream) {
     if (const cudaError_t status = launch_pack<Mode>(p, stream)) return status;
-    if constexpr (kMayReside && std::is_same_v<S, Sm90a>) {
+    if constexpr (kWaitsForNorms && std::is_same_v<S, Sm90a>) {
       if (plan.is_resident) return launch_pass<S, Mode, ResidentPass<Chain, Mode>, true>(p, card, stream);
     }
     if constexpr (kPools) {
       if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain>>(p, card, stream)) return status;
-      if (const cudaError_t status = launch_norms(p, card, stream)) return status;
-      return launch_pointwise<Chain>(p, card.overlaps_kernels, stream);
+      return launch_pooled_norm<Chain>(p, card.overlaps_kernels, stream);
     } else {
       if constexpr (Chain::kNeedsStatistics) {
         using Moments = MomentsPass<typename Chain::Pre>;

@@ -148,7 +148,11 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
   if (bytes > int64_t(most_blocks) * card.shared_bytes) return false;
 
   const int64_t unit = std::lcm(shape.window_pixels, int64_t(last ? 1 : plan.width));
-  const int blocks = power_of_two_from(divide_up(bytes, kBytes), most_blocks);
+  int blocks = power_of_two_from(divide_up(bytes, kBytes), most_blocks);
+  // Shares of a channel that are less than a line of memory cost more than small blocks gain.
+  const int64_t line = last ? 1 : 128 / traits.element_bytes;
+  while (blocks > 1 && shape.pixels < blocks * line && 2 * bytes <= int64_t(blocks) * card.shared_bytes)
+    blocks /= 2;
   const int64_t slice = round_up(divide_up(shape.pixels, blocks), unit);
   set_piece(plan, traits, shape, channels, std::min(slice, shape.pixels));
   plan.resident = plan.shared_bytes <= card.shared_bytes;
