@@ -275,19 +275,53 @@ class ResidentPass : public PassBase {
     return offset_in_output(p_, tile, row) + (pixel - row * tile.cols) * p_.output.stride[3];
   }
 
-  // A thread has some pixels, all channels of them.
+  // Two neighbouring lanes have two pixels, and half of the channels each: in turns of two, which lie in
+  // other banks than the other lane's.
   __device__ void reduce(const Tile& tile) {
-    const int pitch = run_pitch<float>(p_.tiling);
+    constexpr int kBatch = 8;  // channels of a lane
+    constexpr int kTurn = 2 * kBatch;
+    const int channels = p_.tiling.out_channels;
+    const int pixels = tile.rows * tile.cols;
+    const int share = lane_of_thread() % 2;
     const OutputMemory<typename Mode::In> memory(p_.output);
 #pragma unroll 1
-    for (int pixel = thread(); pixel < tile.rows * tile.cols; pixel += kGroupThreads) {
-      const float* of_pixel = staging() + pixel;
-      const float x = channel_logsumexp<float>(p_.tiling.out_channels, 0, 1, [&](int c) {
-                        return Chain::pointwise(of_pixel[c * pitch], channel_at(c));
-                      }).value();
-      const Pack<float, 1> y{Chain::Final::value(x, x, Channel<float>{})};
-      memory.store(offset_of(tile, pixel), y);
+    for (int first = warp() * kWarpThreads; first < pixels; first += kGroupThreads) {
+      const int pixel = first + lane_of_thread() / 2 * 2;
+      LogSumExp<float> sums[2];
+      int c = 0;
+#pragma unroll 1
+      for (; c + kTurn <= channels; c += kTurn) {
+        float x[2][kBatch];
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const float2 y = value_of_pixels(pixel, c + 2 * share + k / 2 * 4 + k % 2);
+          x[0][k] = y.x;
+          x[1][k] = y.y;
+        }
+        sums[0].add(x[0]);
+        sums[1].add(x[1]);
+      }
+#pragma unroll 1
+      for (c += share; c < channels; c += 2) {
+        const float2 y = value_of_pixels(pixel, c);
+        sums[0].add({y.x});
+        sums[1].add({y.y});
+      }
+      __syncwarp();
+      sums[0].add_lanes(2);
+      sums[1].add_lanes(2);
+      const float sum = share == 0 ? sums[0].value() : sums[1].value();
+      if (pixel + share < pixels)
+        memory.store(offset_of(tile, pixel + share),
+                     Pack<float, 1>{Chain::Final::value(sum, sum, Channel<float>{})});
     }
+  }
+
+  // Of a pixel and the next.
+  __device__ float2 value_of_pixels(int pixel, int c) const {
+    const float2 x = *reinterpret_cast<const float2*>(staging() + c * run_pitch<float>(p_.tiling) + pixel);
+    const Channel<float> channel = channel_at(c);
+    return {Chain::pointwise(x.x, channel), Chain::pointwise(x.y, channel)};
   }
 
   Channels channels_;

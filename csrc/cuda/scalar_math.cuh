@@ -93,7 +93,7 @@ FUSEDCONV_INLINE X sigmoid(X x) {
 }
 
 // Right at both infinities: exp(2x) is 0 or infinite there.
-FUSEDCONV_INLINE float tanh(float x) { return 1 - 2 * reciprocal(1 + exp<2>(x)); }
+FUSEDCONV_INLINE float tanh(float x) { return fmaf(-2.0f, reciprocal(1 + exp<2>(x)), 1.0f); }
 FUSEDCONV_INLINE double tanh(double x) { return std::tanh(x); }
 
 }  // namespace FUSEDCONV_TARGET
