@@ -6,8 +6,8 @@
 #include "conv_logsumexp_pass.cuh"
 #include "conv_pack.cuh"
 #include "conv_plan.h"
+#include "conv_pointwise.cuh"
 #include "conv_pool_pass.cuh"
-#include "conv_pooled_norm.cuh"
 #include "conv_resident_pass.cuh"
 #include "conv_store_pass.cuh"
 #include "workspace.cuh"
@@ -73,9 +73,9 @@ struct ConvChain {
     };
     load_source(Sm80{});
     load_source(Sm90a{});
-    if (status == cudaSuccess && kWaitsForNorms) status = load_group_statistics<float, float>();
+    if (status == cudaSuccess && Chain::kNeedsStatistics) status = load_group_statistics<float, float>();
     if constexpr (kPools) {
-      if (status == cudaSuccess) status = load_pooled_norm<Chain>();
+      if (status == cudaSuccess) status = load_pointwise<Chain>();
     }
     return status;
   }
@@ -108,7 +108,7 @@ struct ConvChain {
       p.tile_parts = workspace.take<TilePart>(groups * tiles_per_sample(t));
       p.norm_shape = norm_shape(t, int(problem.arguments.num_groups));
     } else if (Chain::kNeedsStatistics) {
-      if (!kPools) p.norms = workspace.take<Norm<float>>(channels);
+      p.norms = workspace.take<Norm<float>>(channels);
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
     }
     if (kPools) p.pooled = workspace.take<float>(channels * problem.output.size[2] * problem.output.size[3]);
@@ -141,7 +141,8 @@ struct ConvChain {
     }
     if constexpr (kPools) {
       if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain>>(p, card, stream)) return status;
-      return launch_pooled_norm<Chain>(p, card.overlaps_kernels, stream);
+      if (const cudaError_t status = launch_norms(p, card, stream)) return status;
+      return launch_pointwise<Chain>(p, card.overlaps_kernels, stream);
     } else {
       if constexpr (Chain::kNeedsStatistics) {
         using Moments = MomentsPass<typename Chain::Pre>;

@@ -13,17 +13,28 @@ template <class T, class P>
 __global__ void __launch_bounds__(kNormThreads)
     group_norm_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t channels, int64_t groups,
                           int64_t group_channels, double share, Arguments arguments, Norm<T>* norms) {
+  constexpr int kWarps = kNormThreads / kWarpThreads;
+  __shared__ Sums<double> of_warp[kWarps];
   wait_for_earlier_kernels();
   for (int64_t group = blockIdx.x; group < groups; group += gridDim.x) {
     const Part<P>* of_group = parts + group * parts_per_group;
     const P shift = of_group[0].mean;  // the first part is never empty
-    const Sums<double> sums = sums_of_block<kNormThreads>(of_group, parts_per_group, shift);
+    Sums<double> sums{};
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < parts_per_group; i += kNormThreads) sums.add(of_group[i], shift);
+    sums.add_lanes(kWarpThreads);
+    if (threadIdx.x % kWarpThreads == 0) of_warp[threadIdx.x / kWarpThreads] = sums;
+    __syncthreads();
+    Sums<double> all = of_warp[0];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) all.add(of_warp[w]);
     for (int64_t i = threadIdx.x; i < group_channels; i += kNormThreads) {
       const int64_t c = group * group_channels + i;  // counted through all samples
-      norms[c] = norm_of<T>(sums, shift, share, arguments.eps,
+      norms[c] = norm_of<T>(all, shift, share, arguments.eps,
                             value_of<double>(arguments.norm_weight, c % channels, 1.0),
                             value_of<double>(arguments.norm_bias, c % channels));
     }
+    __syncthreads();
   }
 }
 

@@ -66,24 +66,6 @@ struct Sums {
   }
 };
 
-// Of the parts of a group, by all threads of a block; each gets them.
-template <int kThreads, class P>
-__device__ Sums<double> sums_of_block(const Part<P>* parts, int64_t count, P shift) {
-  constexpr int kWarps = kThreads / kWarpThreads;
-  __shared__ Sums<double> of_warp[kWarps];
-  Sums<double> sums{};
-#pragma unroll 4
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) sums.add(parts[i], shift);
-  sums.add_lanes(kWarpThreads);
-  if (threadIdx.x % kWarpThreads == 0) of_warp[threadIdx.x / kWarpThreads] = sums;
-  __syncthreads();
-  Sums<double> all = of_warp[0];
-#pragma unroll
-  for (int w = 1; w < kWarps; ++w) all.add(of_warp[w]);
-  __syncthreads();  // the next call may write
-  return all;
-}
-
 // GroupNorm of a channel with this weight and bias, from its group's sums; share: 1 / the group's values.
 template <class T>
 __device__ Norm<T> norm_of(const Sums<double>& sums, double shift, double share, double eps, double weight,
