@@ -65,6 +65,9 @@ struct Sm80 {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) d[i] = 0;
     }
+    // The fewer products are added to a sum that has its size, the less is cut off: the small ones have sums
+    // of their own.
+    float small[Mode::kParts == 2 ? kColumns / 2 : 4]{};
     // Lanes 0 to 7 give the rows of the first 8x8 matrix, 8 to 15 those of the second, and so on. Of the
     // weights these are rows 0 to 7 and 8 to 15 of the first half step, then of the second; of the pixels
     // both halves of 8 columns, then of the next 8.
@@ -89,14 +92,18 @@ struct Sm80 {
         }
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          float* to = d + (2 * j + k) * 4;
-          if constexpr (Mode::kParts == 2) {  // the smaller products first
-            multiply<Mode>(to, a[1], b[0][2 * k], b[0][2 * k + 1]);
-            multiply<Mode>(to, a[0], b[1][2 * k], b[1][2 * k + 1]);
+          const int i = (2 * j + k) * 4;
+          if constexpr (Mode::kParts == 2) {
+            multiply<Mode>(small + i, a[1], b[0][2 * k], b[0][2 * k + 1]);
+            multiply<Mode>(small + i, a[0], b[1][2 * k], b[1][2 * k + 1]);
           }
-          multiply<Mode>(to, a[0], b[0][2 * k], b[0][2 * k + 1]);
+          multiply<Mode>(d + i, a[0], b[0][2 * k], b[0][2 * k + 1]);
         }
       }
+    }
+    if constexpr (Mode::kParts == 2) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) d[i] += small[i];
     }
   }
 };
@@ -175,8 +182,7 @@ struct Sm90a {
       }
     };
     const auto large = [&](uint32_t a, uint32_t b) { multiply<Mode>(d, a, b); };
-    // The fewer products are added to a sum that has its size, the less is cut off: so the small products
-    // come first.
+    // As there, but in one sum: the small products come first.
     if constexpr (Mode::kParts == 2) {
       const uint32_t weights_part = from.weights_part >> 4;
       const uint32_t pixels_part = from.pixels_part >> 4;

@@ -141,7 +141,8 @@ class PieceOfChain {
   }
 
   __device__ void load_and_apply_pre(const In* input, int c) const {
-    constexpr int kBatch = kCount > 4 ? 2 : 4;  // loads on their way at a time, as far as registers go
+    constexpr int kBatch =
+        kCount == 1 ? 4 : 8 / kCount;  // loads on their way at a time, as far as registers go
     const Parameters parameters = parameters_at(c);
     for (int first = share_.pixel; first < piece_.pixels; first += kBatch * share_.pixel_step) {
       Pack<In, kCount> x[kBatch];
@@ -369,8 +370,12 @@ class PieceOfChain {
   const Norm<T>* norms_ = nullptr;  // of the piece's first channel, once they are known
 };
 
+// Of a multiprocessor, by registers: while one loads, another computes. Doubles take too many.
+template <class T>
+constexpr int kLeastBlocks = sizeof(T) == sizeof(double) ? 1 : 2;
+
 template <class Chain, class In>
-__global__ void __launch_bounds__(cuda::kMostThreads, 1)
+__global__ void __launch_bounds__(cuda::kMostThreads, kLeastBlocks<Compute<In>>)
     tensor_chain(const __grid_constant__ TensorWork<Compute<In>> work) {
   constexpr int kWide = kVectorBytes / int(sizeof(In));
   if (block_index() >= work.pieces) return;
