@@ -249,11 +249,14 @@ class Runner:
         self.look(row, path or expected_path())
         return y
 
+    def said(self) -> list[str]:
+        """Of each launch that was prepared since the last call."""
+        return [r.getMessage() for r in self._log.records if r.name.startswith("fusedconv")]
+
     def look(self, row: Row, path: str) -> None:
         """The log of what was prepared since the last call says so."""
-        said = [r.getMessage() for r in self._log.records if r.name.startswith("fusedconv")]
-        assert said, f"the log says nothing of {row.conv}"
-        for text in said:
+        assert self.said(), f"the log says nothing of {row.conv}"
+        for text in self.said():
             assert row.conv in text
             assert f": {path}" in text, f"{path} was expected: {text}"
             source = "sm_" if SOURCE == "best" else SOURCE

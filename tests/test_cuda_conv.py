@@ -18,6 +18,7 @@ from cuda_conv import (
     IEEE,
     LAYOUTS,
     MODES,
+    SOURCE,
     TF32,
     Call,
     Case,
@@ -105,6 +106,34 @@ def test_large_kernels_and_wide_dilations(
         Case(1, (8, 64), (21, 256), padding=(1, 1), groups=16, pool=(8, 2)),
     ):
         check(run, row, case, mode, layout)
+
+
+# Samples whose tiles all blocks together have room for, with groups of one channel and of all, with few tiles and with
+# one for nearly each group of threads; and some too large.
+STAYING = (
+    Case(3, (8, 64), (128, 130), groups=64),
+    Case(5, (3, 48), (70, 33), groups=1),
+    Case(9, (8, 48), (30, 17), groups=3),
+    Case(40, (8, 32), (256, 256), groups=8),
+    Case(2, (8, 7), (200, 300), padding=(1, 1), groups=7),
+    Case(3, (8, 64), (258, 258), groups=16),
+)
+LEAVING = (Case(2, (8, 64), (258, 300), groups=16), Case(1, (8, 16), (600, 603), groups=4))
+
+
+@direct_only
+@layouts
+@modes
+@pytest.mark.parametrize(
+    "row", [r for r in CONV_ROWS if r.has_norm and not r.has_pool], ids=lambda row: row.chain
+)
+def test_samples_that_stay_on_chip(run: Runner, row: Row, mode: Mode, layout: torch.memory_format) -> None:
+    """Each value of the conv is computed once, where a sample fits."""
+    can_stay = torch.cuda.get_device_capability() == (9, 0) and SOURCE != "sm_80"
+    for case in (*STAYING, *LEAVING):
+        check(run, row, case, mode, layout)
+        stays = [text.endswith("samples stay there") for text in run.said()]
+        assert stays == len(stays) * [can_stay and case in STAYING], run.said()
 
 
 @conv_rows

@@ -277,8 +277,9 @@ def test_row_21_side_stream_and_memory_taken_again(run: Runner, row: Row) -> Non
 
 @conv_rows
 def test_one_launch_on_two_streams_at_a_time(run: Runner, row: Row) -> None:
-    """No workspace is shared by calls that may overlap."""
-    calls = [draw(row, Case(4, (8, 32), (64, 65), groups=8), IEEE.dtype)]
+    """No workspace is shared by calls that may overlap. Each fills the card: blocks that wait for one another have to be
+    on it together."""
+    calls = [draw(row, Case(48, (8, 32), (64, 65), groups=8), IEEE.dtype)]
     calls += [
         Call(-2 * calls[0].x + 1, *[getattr(calls[0], n) for n in ("weight", "bias", "own", "geometry")])
     ]
