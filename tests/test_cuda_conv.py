@@ -37,7 +37,7 @@ from cuda_conv import (
     poisoned,
 )
 from fusedconv import _C
-from helpers import BOUNDS, assert_close, new_process, on, same_bits
+from helpers import BOUNDS, assert_close, new_process, on, profile, same_bits
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("source")]
 INF, NAN = math.inf, math.nan
@@ -108,19 +108,6 @@ def test_large_kernels_and_wide_dilations(
         check(run, row, case, mode, layout)
 
 
-# Samples whose tiles all blocks together have room for, with groups of one channel and of all, with few tiles and with
-# one for nearly each group of threads; and some too large.
-STAYING = (
-    Case(3, (8, 64), (128, 130), groups=64),
-    Case(5, (3, 48), (70, 33), groups=1),
-    Case(9, (8, 48), (30, 17), groups=3),
-    Case(40, (8, 32), (256, 256), groups=8),
-    Case(2, (8, 7), (200, 300), padding=(1, 1), groups=7),
-    Case(3, (8, 64), (258, 258), groups=16),
-)
-LEAVING = (Case(2, (8, 64), (258, 300), groups=16), Case(1, (8, 16), (600, 603), groups=4))
-
-
 @direct_only
 @layouts
 @modes
@@ -128,12 +115,64 @@ LEAVING = (Case(2, (8, 64), (258, 300), groups=16), Case(1, (8, 16), (600, 603),
     "row", [r for r in CONV_ROWS if r.has_norm and not r.has_pool], ids=lambda row: row.chain
 )
 def test_samples_that_stay_on_chip(run: Runner, row: Row, mode: Mode, layout: torch.memory_format) -> None:
-    """Each value of the conv is computed once, where a sample fits."""
+    """Each value of the conv is computed once, where all blocks together have room for a sample's tiles.
+
+    Groups of one channel and of all; few tiles, and one for each group of threads; many samples for each; and a sample
+    that is too large by one tile.
+    """
+    most = (
+        2 * torch.cuda.get_device_properties().multi_processor_count
+    )  # a tile of the last two cases is a row
+    cases = (
+        Case(3, (8, 64), (128, 130), groups=64),
+        Case(5, (3, 48), (70, 33), groups=1),
+        Case(9, (8, 48), (30, 17), groups=3),
+        Case(7, (8, 9), (61, 120), padding=(1, 1), groups=3),
+        Case(600, (3, 64), (4, 6), groups=2),
+        Case(40, (8, 32), (200, 256), groups=8),
+        Case(3, (8, 64), (most + 2, 258), groups=16),
+        Case(3, (8, 64), (most + 3, 258), groups=16),
+    )
     can_stay = torch.cuda.get_device_capability() == (9, 0) and SOURCE != "sm_80"
-    for case in (*STAYING, *LEAVING):
+    for case in cases:
         check(run, row, case, mode, layout)
         stays = [text.endswith("samples stay there") for text in run.said()]
-        assert stays == len(stays) * [can_stay and case in STAYING], run.said()
+        assert stays == len(stays) * [can_stay and case is not cases[-1]], run.said()
+
+
+@modes
+@conv_rows
+def test_a_sample_that_is_not_finite_leaves_the_others_alone(run: Runner, row: Row, mode: Mode) -> None:
+    """Among so many that each group of threads has some of them."""
+    call = draw(row, Case(300, (8, 64), (12, 20), groups=16), mode.dtype)
+    right = run(row, call, mode)
+    call.x[150, 3, 5, 7] = NAN
+    y = run(row, call, mode)
+    others = [i for i in range(300) if i != 150]
+    assert same_bits(y[others], right[others])
+    as_pytorch(y[150:151], in_double(row, call)[150:151], mode)
+
+
+@conv_rows
+def test_a_channel_far_from_the_others_of_its_group(run: Runner, row: Row) -> None:
+    for groups in (1, 4):
+        call = draw(row, Case(3, (8, 64), (40, 71), groups=groups), IEEE.dtype)
+        assert call.bias is not None
+        call.bias[0] = 100
+        hold(run(row, call, IEEE), row, call, IEEE, f"{groups} groups")
+
+
+@pytest.mark.parametrize("shape", [(2, 1024, 14, 14), (2, 2048, 7, 7), (2, 40, 70, 70)])
+def test_a_group_that_fits_into_shared_memory_takes_one_kernel(shape: tuple[int, ...]) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("without clusters of blocks these groups do not fit")
+    row = next(r for r in ROWS if r.chain == "group_norm_silu")
+    gen = generator(row.chain, shape)
+    v, own = randn(gen, *shape).cuda(), on(draw_own(row, shape[1], gen, dtype=torch.float32, groups=1))
+    row.chain_op(v, own)
+    assert len(profile(lambda: row.chain_op(v, own)).kernels) == 1
+    reference = row.plain_chain(v.double(), map_tensors(own, torch.Tensor.double))
+    assert_close(row.chain_op(v, own), reference, row.plain_chain(v, own), IEEE.bound, str(shape))
 
 
 @conv_rows

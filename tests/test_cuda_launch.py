@@ -68,8 +68,10 @@ def test_reference_workloads_run_few_kernels_of_ours(
             ran = profile(lambda: fused(x))
         assert any("fusedconv::" in name for name in ran.operators), ran
         assert ran.computing == []
-        # Packed operands, one or two passes of the conv with the statistics between them, or an epilogue at the end.
-        assert 1 <= len(ran.kernels) <= (4 if row.has_norm else 2), ran.kernels
+        # Packed operands, and one pass of the conv. A pooled chain has its statistics and its end behind it; elsewhere a
+        # norm takes a first pass and the statistics, unless samples stay on chip.
+        passes_once = not row.has_norm or (torch.cuda.get_device_capability() == (9, 0) and SOURCE != "sm_80")
+        assert len(ran.kernels) == (2 if passes_once and not row.has_pool else 4), ran.kernels
         assert all("fusedconv" in name for name in ran.kernels), ran.kernels
     run.look(row, "direct")
     names = " ".join(ran.kernels)
@@ -140,6 +142,8 @@ def test_no_plan_overflows(padding: int, dilation: int, side: int, reason: str) 
         ("relu_hardswish", (16, 32), (7, 7), (64, 64), False, "two-step"),
         ("relu_hardswish", (16, 32), (7, 7), (64, 64), True, "direct"),
         ("relu_hardswish", (1, 8), (7, 1), (4096, 1), False, "two-step, memory"),
+        ("group_norm_scale_max_pool_clamp", (3, 16), (3, 3), (32, 32), False, "two-step, a small map"),
+        ("group_norm_scale_max_pool_clamp", (8, 32), (3, 3), (64, 64), False, "direct"),
         ("bias_scale_sigmoid_group_norm", (32, 32), (3, 3), (64, 64), False, "direct"),
         ("bias_scale_sigmoid_group_norm", (33, 32), (1, 1), (64, 64), False, "two-step"),
         ("bias_scale_sigmoid_group_norm", (64, 32), (3, 3), (64, 64), True, "direct"),
@@ -164,8 +168,8 @@ def test_the_faster_path(
         padding = (kernel[0] // 2, kernel[1] // 2)
         c_in, c_out = channels
         conv = (contiguous(c_out, c_in, *kernel), (1, 1), padding, (1, 1), tf32)
-        names = ("input", "weight") if chain == "relu_hardswish" else ("input", "weight", "bias", "scale")
-        tensors = [(name, _C.FLOAT32) for name in names]
+        own = [name for name in ("bias", "scale") if name in chain]
+        tensors = [(name, _C.FLOAT32) for name in ("input", "weight", *own)]
         launch = _C.Launch(
             chain, tensors, contiguous(1, c_in, *size), conv, numbers, contiguous(1, c_out, *size)
         )
@@ -297,6 +301,25 @@ def test_one_launch_on_two_streams_at_a_time(run: Runner, row: Row) -> None:
         torch.cuda.synchronize()
         for y, expected in zip(results, right, strict=True):
             assert same_bits(y, expected)
+
+
+@direct_only
+@conv_rows
+def test_a_graph_of_two_branches(run: Runner, row: Row) -> None:
+    """Two calls at a time, each of which fills the card."""
+    calls = [draw(row, Case(batch, (8, 32), (64, 65), groups=8), IEEE.dtype) for batch in (48, 50)]
+    right = [run(row, call, IEEE) for call in calls]
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            there = call_again(row, calls[0])
+        here = call_again(row, calls[1])
+        torch.cuda.current_stream().wait_stream(side)
+    for _ in range(10):
+        graph.replay()
+    assert same_bits(there, right[0])
+    assert same_bits(here, right[1])
 
 
 @conv_rows

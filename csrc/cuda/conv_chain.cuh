@@ -26,7 +26,7 @@ struct ConvChain {
   static constexpr bool kWaitsForNorms = Chain::kNeedsStatistics && !kPools;
 
   static ConvPlan plan(const Problem& problem, const Card& card) {
-    return cuda::plan_conv(problem, {kPools, kWaitsForNorms ? 2 : 1}, card);
+    return cuda::plan_conv(problem, {kPools, kWaitsForNorms}, card);
   }
 
   static size_t workspace(const Problem& problem, const ConvPlan& plan) {
@@ -103,13 +103,14 @@ struct ConvChain {
     p.pixels = workspace.take<uint4>(plan.parts * panels * t.chunks * chunk_units(t));
     p.pixel_exponents = workspace.take<int>(panels);
     p.magnitudes = workspace.take<unsigned>(panels * t.in_channels);
-    if (plan.is_resident) {
-      const int64_t groups = problem.input.size[0] * problem.arguments.num_groups;
-      p.tile_parts = workspace.take<TilePart>(groups * tiles_per_sample(t));
-      p.norm_shape = norm_shape(t, int(problem.arguments.num_groups));
-    } else if (Chain::kNeedsStatistics) {
+    if (Chain::kNeedsStatistics) {
       p.norms = workspace.take<Norm<float>>(channels);
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
+    }
+    if (plan.is_resident) {
+      p.norm_shape = norm_shape(t, int(problem.arguments.num_groups));
+      p.tile_parts =
+          workspace.take<TilePart>(problem.input.size[0] * int64_t(p.norm_shape.groups) * p.norm_shape.tiles);
     }
     if (kPools) p.pooled = workspace.take<float>(channels * problem.output.size[2] * problem.output.size[3]);
     return {p, workspace.bytes()};
@@ -137,7 +138,12 @@ struct ConvChain {
                                    cudaStream_t stream) {
     if (const cudaError_t status = launch_pack<Mode>(p, stream)) return status;
     if constexpr (kWaitsForNorms && std::is_same_v<S, Sm90a>) {
-      if (plan.is_resident) return launch_pass<S, Mode, ResidentPass<Chain, Mode>, true>(p, card, stream);
+      if (plan.is_resident) {
+        const cudaError_t status = launch_pass<S, Mode, ResidentPass<Chain, Mode>, true>(p, card, stream);
+        if (status != cudaErrorCooperativeLaunchTooLarge) return status;
+        cudaGetLastError();  // the stream has fewer multiprocessors than the card: two passes do with any
+                             // number
+      }
     }
     if constexpr (kPools) {
       if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain>>(p, card, stream)) return status;

@@ -9,11 +9,12 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 namespace {
 
-// A panel's share of its sample's.
+// For conv_resident_pass.cuh, which runs next and waits for them to be filled in: a panel's share of its
+// sample's.
 __device__ void clear_tile_parts(const ConvProblem& p, int panel) {
   const int panels = panels_per_sample(p.tiling);
   const int sample = panel / panels;
-  const int parts = int(p.arguments.num_groups) * tiles_per_sample(p.tiling);
+  const int parts = p.norm_shape.groups * p.norm_shape.tiles;
   TilePart* const of_sample = p.tile_parts + int64_t(sample) * parts;
   for (int i = (panel - sample * panels) * kPackThreads + threadIdx.x; i < parts; i += panels * kPackThreads)
     of_sample[i] = {};

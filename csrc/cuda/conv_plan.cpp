@@ -14,7 +14,7 @@ namespace {
 constexpr int kMostKernel = 7;
 constexpr int kMostChannels = 256;       // of the output
 constexpr int kMostFastChannels = 64;    // of the input
-constexpr int kMostFastProducts = 1200;  // for a value, of all passes
+constexpr int kMostFastProducts = 1200;  // for a value, of two passes where the chain waits for norms
 constexpr int kMostFastExactProducts = 600;
 constexpr int kMostInputChannels = 8192;  // whose magnitudes stand in shared memory
 constexpr int kMostStack = 4;             // the 16 rows of a warp belong to one row of the output
@@ -85,14 +85,22 @@ int parts_of(const Problem& problem) {
 bool is_slower(const Problem& problem, const ChainShape& chain) {
   const Tensor& weight = problem.conv->weight;
   const bool is_exact = parts_of(problem) == 2;
-  const int64_t products = weight.size[1] * weight.size[2] * weight.size[3] * chain.passes;
-  return weight.size[1] * (is_exact ? chain.passes : 1) > kMostFastChannels ||
+  const int passes = chain.waits_for_norms ? 2 : 1;
+  const int64_t products = weight.size[1] * weight.size[2] * weight.size[3] * passes;
+  return weight.size[1] * (is_exact ? passes : 1) > kMostFastChannels ||
          products > (is_exact ? kMostFastExactProducts : kMostFastProducts);
 }
 
 // The same, of a kernel whose taps do not fit into shared memory at once.
 bool is_slower_in_parts(const ConvTiling& t, const ChainShape& chain) {
-  return chain.passes > 1 && t.by_chunks_down.value * t.by_chunks_across.value > 1;
+  return chain.waits_for_norms && t.by_chunks_down.value * t.by_chunks_across.value > 1;
+}
+
+// The same, of maps so small that a pooled chain's four launches take longer than PyTorch's conv and one
+// kernel.
+bool is_slower_as_small(const ConvTiling& t, const ChainShape& chain) {
+  constexpr int kFewTiles = 4;
+  return chain.pools && t.bands * t.tiles_across * t.sub_tiles <= kFewTiles;
 }
 
 void set_conv(ConvTiling& t, const Problem& problem) {
@@ -406,10 +414,10 @@ bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card)
 }
 
 // Whether all groups of threads together have room for a sample's tiles, each one: see
-// conv_resident_pass.cuh.
+// conv_resident_pass.cuh. Not where sums are folded: that takes the memory in which a tile stays.
 bool may_reside(const ConvPlan& plan, const Card& card) {
   const ConvTiling& t = plan.tiling;
-  const bool folds = plan.parts == 2 && t.half_steps / 2 > kMostSumSteps;  // sums need the tiles' memory
+  const bool folds = plan.parts == 2 && t.half_steps / 2 > kMostSumSteps;
   return plan.source == ConvSource::kSm90a && t.row_blocks == 1 && t.chunks == 1 && !folds &&
          t.bands * t.tiles_across <= kGroups * card.multiprocessors;
 }
@@ -435,8 +443,9 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
   if (!planner.set_tiling(t)) return two_steps("shared memory");
   if (asked.empty() && plan.source == ConvSource::kSm90a && is_slower_in_parts(t, chain))
     return two_steps("a large kernel");
+  if (asked.empty() && is_slower_as_small(t, chain)) return two_steps("a small map");
   if (!counts_items(t, problem, card)) return two_steps("more than 2^31 tiles");
-  if (chain.passes > 1 && may_reside(plan, card)) {
+  if (chain.waits_for_norms && may_reside(plan, card)) {
     ConvTiling keeps = t;
     plan.is_resident = set_memory(keeps, columns, plan.parts, kKeptTileBytes, card) && keeps.chunks == 1;
     if (plan.is_resident) t = keeps;

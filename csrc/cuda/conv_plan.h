@@ -23,8 +23,9 @@ struct ConvPlan {
 };
 
 struct ChainShape {
-  bool pools;  // it has a pool, whose windows tiles follow
-  int passes;  // how often each value of the conv is computed
+  bool pools;            // it has a pool, whose windows tiles follow
+  bool waits_for_norms;  // it needs all of the conv's output before it finishes any: two passes, or see
+                         // is_resident
 };
 
 ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& card);

@@ -2,9 +2,11 @@
 // there until its sample's statistics are known, and is finished then. So each value of the conv is computed
 // once.
 //
-// All blocks must run at the same time, and a sample may have no more tiles than there are groups of threads.
-// Then nobody waits forever: a group finishes its tile before it keeps the next one, whose sample is a later
-// one; so a tile waits only for tiles of its sample, whose groups wait only for earlier samples.
+// Tiles tell each other their moments by parts in memory, which the packing kernel has cleared: a part that
+// has pixels is there. So this kernel may not overlap with that one, and starts as a cooperative launch: all
+// blocks run at the same time. A sample may have no more tiles than there are groups of threads. Then nobody
+// waits forever: a group finishes its tile before it keeps the next one, whose sample is a later one; so a
+// tile waits only for tiles of its sample, whose groups wait only for earlier samples.
 #pragma once
 
 #include "conv_pass.cuh"
@@ -62,15 +64,16 @@ class SampleStatistics {
     const int parts_per_channel = 2 * p_.tiling.stack;
     const Part<float>* const parts = kept_.parts + first_channel_ * parts_per_channel;
     const float shift = parts[0].mean;  // every tile has pixels of its first row in the first half
-    Sums<float> sums{};
+    // In double, for that part may be far from the others, in deviations.
+    Sums<double> sums{};
     for (int i = lane(); i < shape_.channels * parts_per_channel; i += shape_.lanes)
       sums.add(parts[i], shift);
     __syncwarp();
     sums.add_lanes(shape_.lanes);
     const float count = float(shape_.channels * tile.rows * tile.cols);
-    const float offset = sums.sum * reciprocal(count);
-    const float m2 = maximum(0.0f, fmaf(-sums.sum, offset, sums.squares));
-    if (exists_ && lane() == 0) write_part(parts_ + tile.part, TilePart{{count, shift + offset, m2}});
+    const double offset = sums.sum / count;
+    const float m2 = maximum(0.0f, float(sums.squares - sums.sum * offset));
+    if (exists_ && lane() == 0) write_part(parts_ + tile.part, TilePart{{count, float(shift + offset), m2}});
   }
 
   // Once all tiles of the sample have been measured. No lane goes a way of its own.
@@ -165,7 +168,8 @@ class ResidentPass : public PassBase {
 
  private:
   using Channels = ThreadChannels<kReadChannel<typename Chain::Pre>>;
-  static constexpr bool kReadsLater = kReadChannel<typename Chain::Post, typename Chain::Final>;
+  static constexpr bool kReadsLater = kReadChannel<typename Chain::Post, typename Chain::Final> ||
+                                      (Chain::kKeepsConv && kReadChannel<typename Chain::Pre>);
 
   __device__ KeptTile& kept() const { return *reinterpret_cast<KeptTile*>(carry_); }
 
@@ -208,8 +212,10 @@ class ResidentPass : public PassBase {
 
   __device__ void store(const Tile& tile) {
     const Tensor& output = p_.output;
+    const int64_t size = output.dtype == DType::kFloat32 ? sizeof(float) : sizeof(typename Mode::In);
+    const int64_t address = reinterpret_cast<intptr_t>(output.data) / size;
     for_each_run(p_, tile, [&](int first, int64_t offset, int length) {
-      const int64_t steps = first | offset | output.stride[1] | length;
+      const int64_t steps = first | (address + offset) | output.stride[1] | length;
       if (steps % 4 == 0) {
         store_runs<4>(first, offset, length);
       } else if (steps % 2 == 0) {
@@ -251,8 +257,8 @@ class ResidentPass : public PassBase {
     OutputMemory<typename Mode::In>(p_.output).store(offset + c * p_.output.stride[1], values);
   }
 
-  // For channels that follow each other in memory: lanes have 8 channels of 4 pixels, which lie in few banks
-  // twice, and are whole sectors of the output.
+  // For channels that follow each other in memory: lanes have 8 channels of 4 pixels. They meet in banks
+  // twice, and in float32 write whole sectors.
   __device__ void store_pixels(const Tile& tile) {
     constexpr int kPixels = 4;
     const OutputMemory<typename Mode::In> memory(p_.output);

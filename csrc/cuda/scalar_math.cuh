@@ -37,6 +37,8 @@ FUSEDCONV_INLINE float exp2(float x) {
 #endif
 }
 
+FUSEDCONV_INLINE double exp2(double x) { return std::exp2(x); }
+
 // exp(kTimes * x)
 template <int kTimes = 1>
 FUSEDCONV_INLINE float exp(float x) {

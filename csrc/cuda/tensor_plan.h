@@ -147,16 +147,19 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
   const int64_t bytes = channels * shape.pixels * traits.kept_bytes;
   if (bytes > int64_t(most_blocks) * card.shared_bytes) return false;
 
-  const int64_t unit = std::lcm(shape.window_pixels, int64_t(last ? 1 : plan.width));
-  int blocks = power_of_two_from(divide_up(bytes, kBytes), most_blocks);
-  // Shares of a channel that are less than a line of memory cost more than small blocks gain.
+  const int blocks = power_of_two_from(divide_up(bytes, kBytes), most_blocks);
+  // Shares of a channel that are less than a line of memory cost more than small pieces gain.
   const int64_t line = last ? 1 : 128 / traits.element_bytes;
-  while (blocks > 1 && shape.pixels < blocks * line && 2 * bytes <= int64_t(blocks) * card.shared_bytes)
-    blocks /= 2;
-  const int64_t slice = round_up(divide_up(shape.pixels, blocks), unit);
-  set_piece(plan, traits, shape, channels, std::min(slice, shape.pixels));
-  plan.resident = plan.shared_bytes <= card.shared_bytes;
-  return plan.resident;
+  int fewer = blocks;
+  while (fewer > 1 && shape.pixels < fewer * line) fewer /= 2;
+  const int64_t unit = std::lcm(shape.window_pixels, int64_t(last ? 1 : plan.width));
+  for (; fewer <= blocks; fewer *= 2) {
+    const int64_t slice = round_up(divide_up(shape.pixels, fewer), unit);
+    set_piece(plan, traits, shape, channels, std::min(slice, shape.pixels));
+    plan.resident = plan.shared_bytes <= card.shared_bytes;
+    if (plan.resident) return true;
+  }
+  return false;
 }
 
 // Whole lines of memory if possible, else whole sectors at least.
