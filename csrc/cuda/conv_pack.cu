@@ -9,7 +9,7 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 namespace {
 
-// For conv_resident_pass.cuh, which runs next and waits for them to be filled in: a panel's share of its
+// For conv_sample_statistics.cuh: what runs next and waits for them to be filled in: a panel's share of its
 // sample's.
 __device__ void clear_tile_parts(const ConvProblem& p, int panel) {
   const int panels = panels_per_sample(p.tiling);
