@@ -47,29 +47,33 @@ def tensors(values: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
+def size(values: Any) -> int:
+    """In bytes, of all tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors(values))
+
+
 class Traffic(TorchDispatchMode):
-    """Adds up what each operator reads and writes."""
+    """Notes the bytes that each operator reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[tuple[str, int]] = []
+        self.steps: list[tuple[str, int, int]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         output = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.rstrip("_")
         if name not in VIEWS:
-            moved = sum(t.numel() * t.element_size() for t in tensors((args, output)))
-            self.steps.append((name, moved))
+            self.steps.append((name, size(args), size(output)))
         return output
 
 
-def traffic(workload: Workload) -> tuple[list[tuple[str, int]], int]:
-    """The plain model's steps with their bytes, and the bytes that the fused model moves."""
+def traffic(workload: Workload) -> tuple[list[tuple[str, int, int]], int, int]:
+    """The plain model's steps with the bytes that each reads and writes, and those of the model's input and output."""
     plain = workload.plain(workload.build()).to("meta")
     input = workload.input(1).to("meta").expand(BATCH, -1, -1, -1).contiguous()
     with torch.no_grad(), Traffic() as counter:
         output = plain(input)
-    return counter.steps, 4 * (input.numel() + output.numel())
+    return counter.steps, size(input), size(output)
 
 
 def main() -> None:
@@ -77,7 +81,8 @@ def main() -> None:
     figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained", facecolor="white")
     ticks: dict[float, str] = {}
     for row, workload in enumerate(WORKLOADS):
-        steps, fused = traffic(workload)
+        operators, read, written = traffic(workload)
+        steps, fused = [(name, sum(moved)) for name, *moved in operators], read + written
         above, below, left = 2.6 * row, 2.6 * row + 0.9, 0.0
         for name, moved in steps:
             width = moved / 1e9
