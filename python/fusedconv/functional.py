@@ -4,10 +4,11 @@ Common to all: ``input`` is ``[N, C, H, W]`` in float32, float64, bfloat16 or fl
 output has its memory format. ``weight`` (``[C_out, C_in / groups, KH, KW]``) and ``conv_bias``
 (``[C_out]``) have the input's dtype; all other parameters have that or float32. ``bias`` and ``scale`` have
 one value, or one a channel as ``[C, 1, 1]``; ``norm_weight`` and ``norm_bias`` have shape ``[C]``. The
-output has the dtype that the unfused chain gives. ``stride``, ``padding``, ``dilation`` and ``groups`` are
-the conv's, in numbers: the ``padding`` strings ``"same"`` and ``"valid"`` are for the modules.
-``num_groups`` is always the group norm's. ``precision`` is ``"default"``, ``"ieee"`` or
-``"tf32"``; without it :func:`fusedconv.set_float32_precision` counts.
+output has the unfused chain's dtype: the input's, but float32 for a half precision with a float32 ``bias`` or
+``scale`` that has dimensions. ``stride``, ``padding``, ``dilation`` and ``groups`` are the conv's, in numbers:
+the ``padding`` strings ``"same"`` and ``"valid"`` are for the modules. ``num_groups`` is always the group
+norm's. ``precision`` is ``"default"``, ``"ieee"`` or ``"tf32"``; without it
+:func:`fusedconv.set_float32_precision` counts.
 
 The operators have one more argument, ``output_dtype``, which is autocast's own: it asks for float32 where the
 unfused chain under autocast gives that. Nothing else needs it.

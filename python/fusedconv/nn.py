@@ -5,6 +5,10 @@ PyTorch model: its checkpoints load with ``strict=True``, and the same seed give
 its parts in every call: where a part is not a stock ``nn.Conv2d`` or ``nn.GroupNorm`` (LoRA, pruning, hooks,
 parametrisations, ``fully_shard``, an overridden forward), that part is called, and the rest stays fused as far
 as it can be.
+
+Input and parameters are float32, float64, bfloat16 or float16; the conv's parameters share the input's dtype, the
+others have that or float32. A call raises what :mod:`fusedconv.functional` raises, a constructor what ``nn.Conv2d``
+and ``nn.GroupNorm`` raise.
 """
 
 from __future__ import annotations
@@ -260,7 +264,11 @@ class ConvReLUHardswish(_ConvChain):
 
     @classmethod
     def from_modules(cls, conv: nn.Conv2d) -> Self:
-        """Takes over a trained conv. It is shared, not copied."""
+        """Takes over a trained conv. It is shared, not copied.
+
+        Raises:
+            TypeError: for a part that cannot stand for an ``nn.Conv2d``.
+        """
         module = cls.__new__(cls)
         module._take_conv(conv)
         return module
@@ -314,7 +322,12 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
 
     @classmethod
     def from_modules(cls, conv: nn.Conv2d, bias: Tensor, scale: Tensor, group_norm: nn.GroupNorm) -> Self:
-        """Takes over trained parts. They are shared, not copied."""
+        """Takes over trained parts. They are shared, not copied.
+
+        Raises:
+            TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``, or a ``bias`` or
+                ``scale`` that is no tensor.
+        """
         module = cls.__new__(cls)
         module._take(conv, bias, scale, group_norm)
         return module
@@ -401,7 +414,12 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
         clamp_min: float | None,
         clamp_max: float | None,
     ) -> Self:
-        """Takes over trained parts. They are shared, not copied."""
+        """Takes over trained parts. They are shared, not copied.
+
+        Raises:
+            TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``, or a ``scale`` that is
+                no tensor.
+        """
         module = cls.__new__(cls)
         module._take(conv, group_norm, scale, maxpool_kernel_size, clamp_min, clamp_max)
         return module
@@ -459,7 +477,11 @@ class ConvGroupNormSiLU(_ConvNormChain):
 
     @classmethod
     def from_modules(cls, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> Self:
-        """Takes over trained parts. They are shared, not copied."""
+        """Takes over trained parts. They are shared, not copied.
+
+        Raises:
+            TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``.
+        """
         module = cls.__new__(cls)
         module._take_conv_norm(conv, group_norm)
         return module
@@ -506,7 +528,11 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
 
     @classmethod
     def from_modules(cls, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> Self:
-        """Takes over trained parts. They are shared, not copied."""
+        """Takes over trained parts. They are shared, not copied.
+
+        Raises:
+            TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``.
+        """
         module = cls.__new__(cls)
         module._take_conv_norm(conv, group_norm)
         return module
