@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedconv
-from fusedconv._measure import Call, interleaved, relative_error
+from fusedconv._measure import FLUSH_BYTES, Call, interleaved, relative_error
 from fusedconv.workloads import Workload
 
 Contestant = Callable[[], Tensor]
@@ -73,11 +73,15 @@ def reference(plain: nn.Module, input: Tensor) -> Tensor:
 
 
 def medians(
-    calls: Mapping[str, Contestant], rounds: int, device: torch.device, cold_memory: bool = True
+    calls: Mapping[str, Contestant],
+    rounds: int,
+    device: torch.device,
+    cold_memory: bool = True,
+    flush_bytes: int = FLUSH_BYTES,
 ) -> dict[str, Result]:
     """Median, fastest and all times in milliseconds, by contestant."""
     untyped: dict[str, Call] = dict(calls)
-    runs = list(interleaved(untyped, rounds, 3, device, cold_memory=cold_memory))
+    runs = list(interleaved(untyped, rounds, 3, device, cold_memory, flush_bytes))
     times = {name: [round(1e3 * run[name], 5) for run in runs] for name in calls}
     return {
         name: {"ms": statistics.median(all_ms), "min_ms": min(all_ms), "all_ms": all_ms}

@@ -83,18 +83,23 @@ def _flush(buffer: Tensor, index: int) -> None:
 
 
 def interleaved(
-    calls: Mapping[str, Call], rounds: int, warmup: int, device: torch.device, cold_memory: bool = True
+    calls: Mapping[str, Call],
+    rounds: int,
+    warmup: int,
+    device: torch.device,
+    cold_memory: bool = True,
+    flush_bytes: int = FLUSH_BYTES,
 ) -> Iterator[dict[str, float]]:
     """Yields one dictionary of seconds a round, in which every call runs once; warm-up rounds yield nothing.
 
     The calls take turns, in another random order each round, so that a change of the machine's speed meets all of
-    them, and none always follows one whose threads are still awake. A large buffer is written before each call, so
-    that none finds its data in a cache. With ``cold_memory`` none finds, by chance, pages that another one left in
-    the C library's heap: large tensors cost several times as much without such pages as with them. On CUDA a time is
-    the device's, without the host's.
+    them, and none always follows one whose threads are still awake. A buffer of ``flush_bytes`` is written before each
+    call, so that none finds its data in a cache. With ``cold_memory`` none finds, by chance, pages that another one
+    left in the C library's heap: large tensors cost several times as much without such pages as with them. On CUDA a
+    time is the device's, without the host's.
     """
     seconds = _cuda_seconds if device.type == "cuda" else _cpu_seconds
-    buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    buffer = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
     order = random.Random(0)
     for index in range(warmup + rounds):
         times = {}
