@@ -3,6 +3,7 @@
 from importlib.metadata import version
 
 from . import functional
+from ._explain import Explanation, explain
 from .config import float32_precision, get_float32_precision, set_float32_precision, show_config
 from .nn import (
     ConvBiasScaleSigmoidGroupNorm,
@@ -20,7 +21,9 @@ __all__ = [
     "ConvGroupNormSiLU",
     "ConvGroupNormTanhHardswishLogSumExp",
     "ConvReLUHardswish",
+    "Explanation",
     "__version__",
+    "explain",
     "float32_precision",
     "functional",
     "get_float32_precision",

@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -50,11 +51,20 @@ def _form(tensor: Tensor) -> _C.Form:
 _MOST_PRODUCTS = 512
 
 
-def _runs_directly(input: Tensor, weight: Tensor, groups: int) -> bool:
-    """Whether our own conv runs on the CPU. oneDNN has no float64, and our own no groups and no half precision."""
-    if groups != 1 or input.dtype not in (torch.float32, torch.float64):
-        return False
-    return input.dtype is torch.float64 or math.prod(weight.shape[1:]) <= _MOST_PRODUCTS
+def _words_on_cpu(input: Tensor, weight: Tensor, groups: int) -> str:
+    """Who runs the conv on the CPU, and why. oneDNN has no float64, and our own conv no groups and no half precision."""
+    if groups != 1:
+        return "two-step, groups"
+    if input.dtype not in (torch.float32, torch.float64):
+        return f"two-step, {_name(input.dtype)}"
+    products = math.prod(weight.shape[1:])
+    if input.dtype is torch.float32 and products > _MOST_PRODUCTS:
+        return f"two-step, {products} products for a value"
+    return f"direct, {_C.cpu_isa()}, {products} products for a value"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _by_setting(runs: Mapping[str, Run]) -> Run:
@@ -69,6 +79,15 @@ def _freed(name: str) -> NoReturn:
 
 Run = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, launches, gives the output
 Start = Callable[[list[int], int], None]  # takes the tensors' pointers, and the output's
+
+
+@dataclass(frozen=True)
+class ConvPlan:
+    """Who runs the conv of a call."""
+
+    words: str  # "direct, ", whose instructions, and more; or "two-step, " and why, as the debug log tells it
+    launch: _C.Launch | None  # of our own conv with the chain in it; None where the conv is left to PyTorch
+    workspace_bytes: int = 0
 
 
 def _on_cpu(launch: _C.Launch) -> Start:
@@ -104,9 +123,11 @@ class Launcher:
 
     def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: Run, precision: str | None) -> Run:
         """Our own conv, or PyTorch's and then the chain."""
-        if self._has_conv and _runs_directly(args[0], args[1], groups=args[-1]):
-            launch = self._launch(args, output, self._numbers(args), self._conv(args, tf32=False))
-            return self._prepare(launch, args, output, _on_cpu(launch))
+        if self._has_conv:
+            plan = self.plan_cpu(args, output)
+            self._tell(args, plan)
+            if plan.launch is not None:
+                return self._prepare(plan.launch, args, output, _on_cpu(plan.launch))
         return self._two_steps(args, output, source, _on_cpu)
 
     def prepare_cuda(self, args: Sequence[Any], output: Tensor, source: Run, precision: str | None) -> Run:
@@ -117,30 +138,38 @@ class Launcher:
             return _on_cuda(launch, device, launch.prepare_cuda(device)[0])
 
         def prepare(precision: str) -> Run:
-            direct = self._direct_on_cuda(args, output, device, precision)
-            return direct or self._two_steps(args, output, source, on_device)
+            if self._has_conv:
+                plan = self.plan_cuda(args, output, device, precision)
+                self._tell(args, plan, precision)
+                if plan.launch is not None:
+                    start = _on_cuda(plan.launch, device, plan.workspace_bytes)
+                    return self._prepare(plan.launch, args, output, start)
+            return self._two_steps(args, output, source, on_device)
 
         if not self._has_conv or args[0].dtype is not torch.float32 or precision is not None:
             return prepare(precision or "default")
         return _by_setting({name: prepare(name) for name in ("default", "ieee", "tf32")})
 
-    def _direct_on_cuda(self, args: Sequence[Any], output: Tensor, device: int, precision: str) -> Run | None:
-        """None where the conv is left to PyTorch. A debug log tells which, and why."""
-        if not self._has_conv:
-            return None
-        run = None
+    def plan_cpu(self, args: Sequence[Any], output: Tensor) -> ConvPlan:
+        words = _words_on_cpu(args[0], args[1], groups=args[-1])
+        if not words.startswith("direct"):
+            return ConvPlan(words, None)
+        return ConvPlan(words, self._launch(args, output, self._numbers(args), self._conv(args, tf32=False)))
+
+    def plan_cuda(self, args: Sequence[Any], output: Tensor, device: int, precision: str) -> ConvPlan:
         if args[-1] != 1:
-            plan = "two-step, groups"
-        else:
-            launch = self._launch(
-                args, output, self._numbers(args), self._conv(args, tf32=precision == "tf32")
-            )
-            workspace_bytes, plan = launch.prepare_cuda(device)
-            if workspace_bytes >= 0:
-                run = self._prepare(launch, args, output, _on_cuda(launch, device, workspace_bytes))
-        dtype = str(args[0].dtype).removeprefix("torch.")
-        _log.debug("conv2d_%s %s %s %s: %s", self._chain, list(args[0].shape), dtype, precision, plan)
-        return run
+            return ConvPlan("two-step, groups", None)
+        launch = self._launch(args, output, self._numbers(args), self._conv(args, tf32=precision == "tf32"))
+        workspace_bytes, words = launch.prepare_cuda(device)
+        return ConvPlan(words, launch, workspace_bytes) if workspace_bytes >= 0 else ConvPlan(words, None)
+
+    def chain_workspace(self, args: Sequence[Any], output: Tensor, device: int) -> int:
+        """Bytes that a run of the chain on ``args[0]``, the conv's output, wants on a CUDA device."""
+        return self._launch(args, output, self._numbers(args)).prepare_cuda(device)[0]
+
+    def _tell(self, args: Sequence[Any], plan: ConvPlan, *precision: str) -> None:
+        form = " ".join([str(list(args[0].shape)), _name(args[0].dtype), *precision])
+        _log.debug("conv2d_%s %s: %s", self._chain, form, plan.words)
 
     def _two_steps(
         self, args: Sequence[Any], output: Tensor, source: Run, on_device: Callable[[_C.Launch], Start]

@@ -183,7 +183,7 @@ class Operator:
 
     def prepare(self, signature: Any, make_run: Function, given: Sequence[Any], **options: Any) -> Run:
         args = self.complete(given)
-        output = _empty(self.look(args, **options), torch.device("meta"))
+        output = self.example(args, **options)
         precision = options.get("precision")
         run: Run = make_run(args, output, lambda args: self.source(self.complete(args), precision), precision)
         if not any(isinstance(a, float) and isnan(a) for a in signature):  # NaN would never be found again
@@ -191,6 +191,10 @@ class Operator:
                 self.prepared.clear()
             self.prepared[signature] = run
         return run
+
+    def example(self, args: Sequence[Any], **options: Any) -> Tensor:
+        """An output without memory."""
+        return _empty(self.look(args, **options), torch.device("meta"))
 
     def fake(self, *given: Any, **options: Any) -> Tensor:
         args = self.complete(given)

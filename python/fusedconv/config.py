@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import platform
 from importlib.metadata import version
 from types import TracebackType
@@ -11,6 +13,26 @@ import torch
 from . import _C
 
 _precision = "default"
+
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def _show_log(level: str) -> None:
+    """Messages of the logger ``fusedconv`` from this level on go to stderr; without a level all stays as it is."""
+    if not level:
+        return
+    if level.lower() not in _LEVELS:
+        raise ValueError(f"FUSEDCONV_LOG must be one of {', '.join(_LEVELS)}, but is {level!r}")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    # Where the program has set up logging, its own handlers show them.
+    handler.addFilter(lambda record: not logging.root.handlers)
+    logger = logging.getLogger("fusedconv")
+    logger.setLevel(level.upper())
+    logger.addHandler(handler)
+
+
+_show_log(os.environ.get("FUSEDCONV_LOG", ""))
 
 
 def check_precision(precision: str | None) -> None:

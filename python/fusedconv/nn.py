@@ -203,6 +203,10 @@ class _ConvChain(nn.Module):
         """The operator that a call runs; None if it goes step by step."""
         return self._chain if self._geometry is None else f"conv2d_{self._chain}"
 
+    def _called_parts(self) -> tuple[str, ...]:
+        """The parts that a call runs by themselves, for an operator would not do what they do."""
+        return ("conv",) if self._geometry is None else ()
+
     def extra_repr(self) -> str:
         return f"operator={self._operator}"
 
@@ -242,6 +246,9 @@ class _ConvNormChain(_ConvChain):
     @property
     def _operator(self) -> str | None:
         return super()._operator if self._stock_norm else self._before_norm
+
+    def _called_parts(self) -> tuple[str, ...]:
+        return super()._called_parts() if self._stock_norm else (*super()._called_parts(), "group_norm")
 
 
 class ConvReLUHardswish(_ConvChain):

@@ -1,0 +1,174 @@
+"""``explain``: what a call would do. The call is made on fake tensors, and nothing is launched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from . import _C
+from ._conv import GEOMETRY, TENSORS
+from ._register import OPERATORS, Operator
+from .chains import check_conv
+from .config import get_float32_precision
+from .nn import _ConvChain
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would do; ``print`` shows it.
+
+    Attributes:
+        operator: the operator of ``torch.ops.fusedconv`` that it calls; None where a module calls all of its parts.
+        path: ``"direct"``: our conv with the chain in it. ``"two-step"``: PyTorch's conv, then the chain. ``"chain"``:
+            the chain on a given tensor. ``"plain"``: PyTorch's operators only. ``"step by step"``: a module calls
+            some of its parts by themselves, and the operator, if any, for the rest.
+        reason: why, in words; for our conv also how it runs.
+        kernels: whose instructions our kernels use: the CPU's (``"avx512"``), for our conv on CUDA ``"sm_90a"`` or
+            ``"sm_80"``, for a chain there ``"CUDA"``. None where none of them runs.
+        pytorch: the operators that PyTorch runs beside them in order, but for views and allocation.
+        moved_bytes: what must move at least: each tensor that the operator reads or writes once, and the output of a
+            conv that PyTorch runs twice. None where none of our kernels runs.
+        operations: floating-point operations of the operator's conv, two a product. None without an operator.
+        workspace_bytes: memory that our kernels want beside their output. CUDA only; None elsewhere.
+    """
+
+    operator: str | None
+    path: str
+    reason: str
+    kernels: str | None = None
+    pytorch: tuple[str, ...] = ()
+    moved_bytes: int | None = None
+    operations: int | None = None
+    workspace_bytes: int | None = None
+
+    def __str__(self) -> str:
+        facts = {
+            "path": f"{self.path}: {self.reason}",
+            "kernels": self.kernels,
+            "PyTorch runs": ", ".join(self.pytorch) or "nothing",
+            "bytes moved": self.moved_bytes,
+            "operations": self.operations,
+            "workspace bytes": self.workspace_bytes,
+        }
+        known = {name: f"{fact:,}" if isinstance(fact, int) else fact for name, fact in facts.items()}
+        lines = [f"  {name:<15}  {fact}" for name, fact in known.items() if fact is not None]
+        return "\n".join([self.operator or "no operator of fusedconv", *lines])
+
+
+_WHY = {
+    "conv": "conv is replaced, hooked, parametrised or sharded, or pads as no operator does",
+    "group_norm": "group_norm is replaced, hooked, parametrised or sharded",
+}
+
+
+def explain(module_or_operator: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanation:
+    """What ``module_or_operator(*inputs, **kwargs)`` would do, without running it.
+
+    Takes a module of fusedconv, a function of :mod:`fusedconv.functional`, an operator of ``torch.ops.fusedconv``, or
+    whatever else calls one of these once. No tensor is read or written. Parts that a module calls by themselves, and
+    their hooks, see fake tensors: shapes and dtypes without values.
+
+    Raises:
+        TypeError: for what does not call one operator of fusedconv.
+        RuntimeError, ValueError: what the call itself raises for wrong arguments.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    seen = _Recorder(fake)
+    with torch.no_grad(), fake:
+        with seen:
+            module_or_operator(*inputs, **kwargs)
+        explanations = [_explain_operator(fake, *call) for call in seen.calls]
+    called = module_or_operator._called_parts() if isinstance(module_or_operator, _ConvChain) else ()
+    if not explanations and called:
+        explanations = [Explanation(None, "", "")]
+    if len(explanations) != 1:
+        raise TypeError(
+            f"module_or_operator must call one operator of fusedconv, but calls {len(explanations)}: "
+            f"{module_or_operator}"
+        )
+    explanation = replace(explanations[0], pytorch=(*seen.pytorch, *explanations[0].pytorch))
+    if called:
+        reason = "; ".join(_WHY[part] for part in called)
+        explanation = replace(explanation, path="step by step", reason=reason)
+    return explanation
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which operators are called, ours with their arguments."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Operator, Sequence[Any], Mapping[str, Any]]] = []
+        self.pytorch: list[str] = []
+        self._fake = fake
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # The mode by itself lets an operator in place change a real tensor, such as a norm's counter.
+        args, options = tree_map_only(Tensor, self._fake.from_tensor, (args, kwargs or {}))
+        name = func._schema.name
+        if func.namespace == "fusedconv":
+            self.calls.append((OPERATORS[name.partition("::")[2]], args, options))
+        elif func.namespace == "aten" and not _is_view_or_empty(func):
+            self.pytorch.append(name)
+        return func(*args, **options)
+
+
+def _is_view_or_empty(func: OpOverload) -> bool:
+    returns = [returned.alias_info for returned in func._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in returns)
+    return is_view or func._schema.name.startswith("aten::empty")
+
+
+def _explain_operator(
+    fake: FakeTensorMode, operator: Operator, given: Sequence[Any], options: Mapping[str, Any]
+) -> Explanation:
+    """A call below autograd and autocast. Runs in the mode ``fake``."""
+    args = operator.complete(given)
+    output = operator.example(args, **options)
+    operations = _operations(args) if operator.has_conv else 0
+    device, launcher, precision = args[0].device, operator.launcher, options.get("precision")
+    on_cuda = device.type == "cuda"
+    seen = _Recorder(fake)
+    if device.type != "cpu" and not (on_cuda and launcher.has_cuda(device.index)):
+        with seen:
+            operator.plain(*args, **options)
+        reason = f"no kernels of fusedconv run on {device}"
+        return Explanation(operator.name, "plain", reason, pytorch=tuple(seen.pytorch), operations=operations)
+
+    moved_bytes = sum(a.nbytes for a in (*args, output) if isinstance(a, Tensor))
+    words, workspace_bytes = "chain, of a given conv's output", 0
+    if operator.has_conv and on_cuda:
+        plan = launcher.plan_cuda(args, output, device.index, precision or get_float32_precision())
+        words, workspace_bytes = plan.words, plan.workspace_bytes
+    elif operator.has_conv:
+        words = launcher.plan_cpu(args, output).words
+    path, _, reason = words.partition(", ")
+    kernels = reason.partition(", ")[0] if path == "direct" else "CUDA" if on_cuda else _C.cpu_isa()
+    if path == "two-step":
+        with seen:
+            v = operator.source(args, precision)
+        args = (v, *args[1:])
+        moved_bytes += 2 * v.nbytes
+    if path != "direct" and on_cuda:
+        workspace_bytes = launcher.chain_workspace(args, output, device.index)
+    return Explanation(
+        operator.name, path, reason, kernels, tuple(seen.pytorch), moved_bytes, operations,
+        workspace_bytes if on_cuda else None,
+    )  # fmt: skip
+
+
+def _operations(args: Sequence[Any]) -> int:
+    """Of the conv."""
+    weight: Tensor = args[1]
+    return 2 * math.prod(check_conv(*args[TENSORS], *args[GEOMETRY])) * math.prod(weight.shape[1:])
