@@ -112,3 +112,22 @@ def test_a_wrong_output_is_told() -> None:
         print("told")
     """
     assert "told" in new_process(code, RUN)
+
+
+def test_times_of_both_models() -> None:
+    """What a GPU adds, on the CPU's clock."""
+    code = """
+        import runpy, statistics, sys, torch
+        run = runpy.run_path(sys.argv[1])
+        cpu = torch.device("cpu")
+        with torch.no_grad():
+            results = run["speed"](run["Problem"]("57_conv_relu_hardswish", 1, cpu), cpu, 3)
+        assert set(results) == {"fused", "eager"}
+        for result in results.values():
+            assert len(result["all_ms"]) == 3 and min(result["all_ms"]) > 0
+            assert result["mean_ms"] == statistics.mean(result["all_ms"])
+            assert result["ms"] == statistics.median(result["all_ms"])
+        results = {"fused": {"mean_ms": 2.0, "ms": 1.0}, "eager": {"mean_ms": 3.0, "ms": 4.0}}
+        print(run["times"](results))
+    """
+    assert new_process(code, RUN).strip() == "['2.000, 1.000', '3.000, 4.000', '1.50, 4.00']"

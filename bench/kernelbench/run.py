@@ -34,7 +34,7 @@ SEEDS = range(5)
 SCALES = (1.0, 3.0, 0.01, -1.0)
 TOLERANCE = 1e-4  # absolute and relative
 FLUSH_BYTES = 256 << 20
-RUNS = 100
+BATCH = 128  # of the problems
 CPU_BATCH = 4
 
 Namespace = dict[str, Any]
@@ -59,7 +59,7 @@ def load(path: Path) -> Namespace:
 class Problem:
     """A plain model and the fused one in its place."""
 
-    def __init__(self, name: str, batch: int | None, device: torch.device) -> None:
+    def __init__(self, name: str, batch: int, device: torch.device) -> None:
         self.name = name
         self._plain, self._fused = (load(HERE / kind / f"{name}.py") for kind in ("plain", "fused"))
         self._batch, self._device = batch, device
@@ -109,11 +109,11 @@ def harder(problem: Problem) -> Iterator[Case]:
         yield compare(f"input times {scale:g}, negative affine parameters", plain, fused, scale * input)
 
 
-def speed(problem: Problem, device: torch.device) -> dict[str, Result]:
+def speed(problem: Problem, device: torch.device, runs: int) -> dict[str, Result]:
     plain, fused = problem.models(SEEDS[0])
     input = problem.input(SEEDS[0])
     calls = {"fused": bind(fused, input), "eager": bind(plain, input)}
-    results = medians(calls, RUNS, device, flush_bytes=FLUSH_BYTES)
+    results = medians(calls, runs, device, flush_bytes=FLUSH_BYTES)
     for result in results.values():
         result["mean_ms"] = statistics.mean(result["all_ms"])
     return results
@@ -132,45 +132,51 @@ def times(results: dict[str, Result]) -> list[str]:
     return [*cells, f"{eager['mean_ms'] / fused['mean_ms']:.2f}, {eager['ms'] / fused['ms']:.2f}"]
 
 
-def main() -> int:
-    """Returns 0, or 1 if an output is wrong."""
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--batch", type=int, help=f"in place of the problems' 128, or of {CPU_BATCH} on a CPU"
+        "--batch", type=int, help=f"in place of the problems' {BATCH}, or of {CPU_BATCH} on a CPU"
     )
+    parser.add_argument("--runs", type=int, default=100, help="timed runs, after 3 for warm-up")
     parser.add_argument("--output", type=Path, help="file for the raw numbers, in place of bench/results/...")
     options = parser.parse_args()
-    if options.batch is not None and options.batch < 1:
-        parser.error("--batch must be at least 1")
-    has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda") if has_gpu else CPU
-    batch = options.batch or (None if has_gpu else CPU_BATCH)
-    if not has_gpu:
-        stdout.print(f"No GPU: correctness only, on the CPU, with a batch of {batch}.")
+    options.device = torch.device("cuda") if torch.cuda.is_available() else CPU
+    if options.batch is None:
+        options.batch = CPU_BATCH if options.device == CPU else BATCH
+    if not 1 <= options.batch <= BATCH:
+        parser.error(f"--batch must be from 1 to {BATCH}")
+    return options
 
-    title = f"KernelBench level 2, {'batch 128' if batch is None else f'batch {batch}'}, float32, ieee"
-    columns = "problem", "right, largest difference", "harder cases"
-    timed = ("fused, ms", "eager, ms", "speed-up") if has_gpu else ()
-    table = grid(title, *columns, *timed, left=("problem",))
+
+def main() -> int:
+    """Returns 0, or 1 if an output is wrong."""
+    options = parse()
+    timed: tuple[str, ...] = ("fused, ms", "eager, ms", "speed-up")
+    if options.device == CPU:
+        timed = ()
+        stdout.print(f"No GPU: correctness only, on the CPU, with a batch of {options.batch}.")
+    title = f"KernelBench level 2, batch {options.batch}, float32, ieee"
+    table = grid(title, "problem", "right, largest difference", "harder cases", *timed, left=("problem",))
     raw: dict[str, Any] = {}
     wrong: list[str] = []
     for path in sorted((HERE / "fused").glob("*.py")):
-        problem = Problem(path.stem, batch, device)
-        cases, hard = list(protocol(problem)), list(harder(problem))
-        wrong += [f"{problem.name}: {case.name}" for case in (*cases, *hard) if not case.right]
-        entry = {"seeds": [asdict(case) for case in cases], "harder": [asdict(case) for case in hard]}
-        results = speed(problem, device) if has_gpu else {}
-        table.add_row(problem.name, cell(cases), cell(hard), *(times(results) if has_gpu else ()))
-        raw[problem.name] = {**entry, "contestants": results}
+        problem = Problem(path.stem, options.batch, options.device)
+        seeds, hard = list(protocol(problem)), list(harder(problem))
+        results = speed(problem, options.device, options.runs) if timed else {}
+        number = problem.name.partition("_")[0]
+        table.add_row(number, cell(seeds), cell(hard), *(times(results) if timed else ()))
+        wrong += [f"{problem.name}, {case.name}" for case in (*seeds, *hard) if not case.right]
+        cases = {"seeds": [asdict(case) for case in seeds], "harder": [asdict(case) for case in hard]}
+        raw[problem.name] = {**cases, "contestants": results}
     stdout.print(table)
-    if has_gpu:
+    if timed:
         stdout.print("times and speed-ups: of the means, of the medians")
     for name in wrong:
         stdout.print(f"wrong: {name}", markup=False)
-    what = {"batch": batch or 128, "tolerance": TOLERANCE, "runs": RUNS if has_gpu else 0, "problems": raw}
-    stdout.print(f"raw numbers: {save('kernelbench', what, options.output, device)}", soft_wrap=True)
+    what = {"batch": options.batch, "tolerance": TOLERANCE, "problems": raw}
+    stdout.print(f"raw numbers: {save('kernelbench', what, options.output, options.device)}", soft_wrap=True)
     return 1 if wrong else 0
 
 
