@@ -141,6 +141,19 @@ def test_bytes_of_a_workload_by_hand() -> None:
     assert explanation.operations == 146_313_216
 
 
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 2), (torch.float32, 1), (torch.bfloat16, 1)])
+def test_parameters_that_a_run_copies(dtype: torch.dtype, step: int) -> None:
+    """One value for all channels, and one that is stepped over, become a vector each; the rest is read as it is."""
+    x, weight, bias = (torch.rand(shape, dtype=dtype) for shape in ((1, 3, 9, 9), (8, 3, 3, 3), (8 * step,)))
+    scale, vector = torch.rand(1, dtype=dtype), torch.rand(8, 1, 1, dtype=dtype)
+    arguments = x, weight, bias[::step], vector, scale, 4
+    op = torch.ops.fusedconv.conv2d_bias_scale_sigmoid_group_norm
+    explanation = fusedconv.explain(op, *arguments)
+    ran = profile(lambda: op(*arguments))
+    assert explanation.pytorch.count("aten::clone") == step
+    assert ran.operators.count("aten::clone") == step
+
+
 # ---- modules -------------------------------------------------------------------------------------
 
 

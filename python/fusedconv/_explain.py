@@ -135,17 +135,24 @@ def _explain_operator(
 ) -> Explanation:
     """A call below autograd and autocast. Runs in the mode ``fake``."""
     args = operator.complete(given)
-    output = operator.example(args, **options)
     operations = _operations(args) if operator.has_conv else 0
-    device, launcher, precision = args[0].device, operator.launcher, options.get("precision")
-    on_cuda = device.type == "cuda"
-    seen = _Recorder(fake)
-    if device.type != "cpu" and not (on_cuda and launcher.has_cuda(device.index)):
-        with seen:
-            operator.plain(*args, **options)
-        reason = f"no kernels of fusedconv run on {device}"
-        return Explanation(operator.name, "plain", reason, pytorch=tuple(seen.pytorch), operations=operations)
+    device = args[0].device
+    on_cuda = device.type == "cuda" and operator.launcher.has_cuda(device.index)
+    if on_cuda or device.type == "cpu":
+        return replace(_explain_kernels(_Recorder(fake), operator, args, options), operations=operations)
+    with _Recorder(fake) as seen:
+        operator.plain(*args, **options)
+    reason = f"no kernels of fusedconv run on {device}"
+    return Explanation(operator.name, "plain", reason, pytorch=tuple(seen.pytorch), operations=operations)
 
+
+def _explain_kernels(
+    seen: _Recorder, operator: Operator, args: Sequence[Any], options: Mapping[str, Any]
+) -> Explanation:
+    """A call that a kernel of ours takes part in."""
+    launcher, output = operator.launcher, operator.example(args, **options)
+    device, precision = args[0].device, options.get("precision")
+    on_cuda = device.type == "cuda"
     moved_bytes = sum(a.nbytes for a in (*args, output) if isinstance(a, Tensor))
     words, workspace_bytes = "chain, of a given conv's output", 0
     if operator.has_conv and on_cuda:
@@ -154,18 +161,23 @@ def _explain_operator(
     elif operator.has_conv:
         words = launcher.plan_cpu(args, output).words
     path, _, reason = words.partition(", ")
-    kernels = reason.partition(", ")[0] if path == "direct" else "CUDA" if on_cuda else _C.cpu_isa()
+    is_direct = path == "direct"
     if path == "two-step":
         with seen:
             v = operator.source(args, precision)
         args = (v, *args[1:])
         moved_bytes += 2 * v.nbytes
-    if path != "direct" and on_cuda:
+    if on_cuda and not is_direct:
         workspace_bytes = launcher.chain_workspace(args, output, device.index)
     return Explanation(
-        operator.name, path, reason, kernels, tuple(seen.pytorch), moved_bytes, operations,
-        workspace_bytes if on_cuda else None,
-    )  # fmt: skip
+        operator.name,
+        path,
+        reason,
+        kernels=reason.partition(", ")[0] if is_direct else "CUDA" if on_cuda else _C.cpu_isa(),
+        pytorch=(*seen.pytorch, *["aten::clone" for _ in launcher.unready(args, conv=is_direct)]),
+        moved_bytes=moved_bytes,
+        workspace_bytes=workspace_bytes if on_cuda else None,
+    )
 
 
 def _operations(args: Sequence[Any]) -> int:

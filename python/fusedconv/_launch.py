@@ -67,6 +67,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _channels(args: Sequence[Any], conv: bool) -> int:
+    """Of the conv's output. ``conv``: whether the arguments have its input, or else that output."""
+    return int(args[1].shape[0] if conv else args[0].shape[1])
+
+
 def _by_setting(runs: Mapping[str, Run]) -> Run:
     """The setting counts when the call is made."""
     return lambda args: runs[get_float32_precision()](args)
@@ -205,6 +210,16 @@ class Launcher:
         place = {name: i for i, (name, a) in enumerate(zip(self._names, args, strict=False)) if a is not None}
         return {name: place[name] for name in _TENSORS if name in place and (conv or name not in _OF_CONV)}
 
+    def unready(self, args: Sequence[Any], conv: bool) -> list[int]:
+        """Where the vectors stand that each run copies first: kernels take a contiguous value a channel."""
+        channels = _channels(args, conv)
+
+        def is_ready(vector: Tensor) -> bool:
+            return vector.numel() == channels and vector.is_contiguous()
+
+        places = self._places(args, conv)
+        return [i for name, i in places.items() if name in _VECTORS and not is_ready(args[i])]
+
     def _launch(
         self, args: Sequence[Any], output: Tensor, numbers: _C.Numbers, conv: _C.Conv | None = None
     ) -> _C.Launch:
@@ -232,12 +247,7 @@ class Launcher:
                 start(pointers, output.data_ptr())
             return output
 
-        channels = args[1].shape[0] if conv else args[0].shape[1]
-
-        def is_ready(vector: Tensor) -> bool:
-            return vector.numel() == channels and vector.is_contiguous()
-
-        unready = [place[name] for name in names if name in _VECTORS and not is_ready(args[place[name]])]
+        unready, channels = self.unready(args, conv), _channels(args, conv)
 
         def make_ready_and_run(args: Sequence[Any]) -> Tensor:
             args = list(args)
