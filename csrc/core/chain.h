@@ -13,12 +13,27 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+// What the vjp of a GroupNorm takes besides the channel's parameters. The last two are means over the group,
+// of the gradient of normed = (x - mean) / deviation and of its product with normed, both over the deviation.
+template <class T>
+struct NormGradient {
+  T inverse_deviation;
+  T normed_shift;  // (x - channel.mean) * inverse_deviation lacks the part of the mean that T cannot hold
+  T mean;
+  T mean_product;
+};
+
 struct NoNorm {
   static constexpr bool kNeedsStatistics = false;
 
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, const Channel<T>&) {
     return x;
+  }
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X, const Channel<T>&, const NormGradient<T>&) {
+    return grad;
   }
 };
 
@@ -28,6 +43,17 @@ struct GroupNorm {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, const Channel<T>& channel) {
     return (x - channel.mean) * channel.norm_scale + channel.norm_shift;
+  }
+
+  // The value without weight and bias.
+  template <class X, class T>
+  static FUSEDCONV_INLINE X normed(X x, const Channel<T>& channel, const NormGradient<T>& of_group) {
+    return (x - channel.mean) * of_group.inverse_deviation + of_group.normed_shift;
+  }
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X x, const Channel<T>& channel, const NormGradient<T>& of_group) {
+    return grad * channel.norm_scale - (normed(x, channel, of_group) * of_group.mean_product + of_group.mean);
   }
 };
 

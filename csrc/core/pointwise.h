@@ -1,5 +1,8 @@
 // Pointwise stages. Each is a functor `value(x, v, channel)`: x is what the previous stage gave, v the conv's
 // output at the same place, channel the parameters of its channel. X is the target's value type (see math.h).
+// Beside it stands its vector-Jacobian product `vjp(grad, x, v, channel, gradients)`: from the gradient of
+// the value it gives that of x, and adds to `gradients` what the stage reads besides. Kinks are PyTorch's on
+// the CPU.
 #pragma once
 
 #include <type_traits>
@@ -22,6 +25,14 @@ struct Channel {
   T clamp_max;
 };
 
+// Gradients at one place of what stages read besides x.
+template <class X>
+struct Gradients {
+  X bias;
+  X scale;
+  X v;
+};
+
 // What a stage reads besides x; schedules follow from it.
 struct Stage {
   static constexpr bool kReadsChannel = false;
@@ -41,6 +52,12 @@ struct AddBias : ChannelStage {
     return x + channel.bias;
   }
 
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X, X, const Channel<T>&, Gradients<X>& gradients) {
+    gradients.bias += grad;
+    return grad;
+  }
+
   template <class T>
   static FUSEDCONV_INLINE void compose(T&, T& offset, const Channel<T>& channel) {
     offset += channel.bias;
@@ -55,6 +72,12 @@ struct MultiplyScale : ChannelStage {
     return x * channel.scale;
   }
 
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X x, X, const Channel<T>& channel, Gradients<X>& gradients) {
+    gradients.scale += grad * x;
+    return grad * channel.scale;
+  }
+
   template <class T>
   static FUSEDCONV_INLINE void compose(T& factor, T& offset, const Channel<T>& channel) {
     factor *= channel.scale;
@@ -67,6 +90,12 @@ struct Relu : Stage {
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return relu<T>(x);
   }
+
+  // NaN lets the gradient through.
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X x, X, const Channel<T>&, Gradients<X>&) {
+    return select(x <= T(0), X{}, grad);
+  }
 };
 
 // x * relu6(x + 3) / 6; in this order it does not overflow.
@@ -75,6 +104,14 @@ struct Hardswish : Stage {
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return x * hardsigmoid<T>(x);
   }
+
+  // Both bounds of relu6 belong to the inside.
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X x, X, const Channel<T>&, Gradients<X>&) {
+    const X gate = x + T(3);
+    const X slope = select((gate >= T(0)) & (gate <= T(6)), x * T(1.0 / 6.0), X{});
+    return grad * (hardsigmoid<T>(x) + slope);
+  }
 };
 
 // Hardswish where |x| <= 3 is known, as after tanh: neither bound of relu6 is ever met.
@@ -82,6 +119,11 @@ struct HardswishInside : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return x * (x * T(1.0 / 6.0) + T(0.5));
+  }
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X x, X, const Channel<T>&, Gradients<X>&) {
+    return grad * (x * T(1.0 / 3.0) + T(0.5));
   }
 };
 
@@ -109,6 +151,12 @@ struct Sigmoid : Stage {
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return sigmoid(x);
   }
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X x, X, const Channel<T>&, Gradients<X>&) {
+    const X y = sigmoid(x);
+    return grad * (y * (T(1) - y));
+  }
 };
 
 // x * sigmoid(x)
@@ -117,12 +165,24 @@ struct Silu : Stage {
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return x * sigmoid(x);
   }
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X x, X, const Channel<T>&, Gradients<X>&) {
+    const X gate = sigmoid(x);
+    return grad * (gate * (T(1) + x * (T(1) - gate)));
+  }
 };
 
 struct Tanh : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return tanh(x);
+  }
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X x, X, const Channel<T>&, Gradients<X>&) {
+    const X y = tanh(x);
+    return grad * (T(1) - y * y);
   }
 };
 
@@ -133,6 +193,12 @@ struct AddConv : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X v, const Channel<T>&) {
     return x + v;
+  }
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X, X, const Channel<T>&, Gradients<X>& gradients) {
+    gradients.v += grad;
+    return grad;
   }
 };
 
@@ -146,6 +212,15 @@ struct Clamp : ChannelStage {
     const X clamped = select(raised <= high, raised, high);
     return select(x != x || low != low, x + low, clamped);
   }
+
+  // Both bounds belong to the inside, NaN does not; but without bounds there is no clamp.
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X x, X, const Channel<T>& channel, Gradients<X>&) {
+    const T infinity = T(__builtin_inf());
+    const bool is_absent = channel.clamp_min == -infinity && channel.clamp_max == infinity;
+    if (is_absent) return grad;
+    return select((x >= channel.clamp_min) & (x <= channel.clamp_max), grad, X{});
+  }
 };
 
 // Stages one after the other; no stage at all is the identity.
@@ -158,6 +233,11 @@ struct Sequence<> : Stage {
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
     return x;
   }
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X, X, const Channel<T>&, Gradients<X>&) {
+    return grad;
+  }
 };
 
 template <class First, class... Rest>
@@ -168,6 +248,12 @@ struct Sequence<First, Rest...> {
   template <class X, class T>
   static FUSEDCONV_INLINE X value(X x, X v, const Channel<T>& channel) {
     return Sequence<Rest...>::value(First::value(x, v, channel), v, channel);
+  }
+
+  template <class X, class T>
+  static FUSEDCONV_INLINE X vjp(X grad, X x, X v, const Channel<T>& channel, Gradients<X>& gradients) {
+    const X y = First::value(x, v, channel);
+    return First::vjp(Sequence<Rest...>::vjp(grad, y, v, channel, gradients), x, v, channel, gradients);
   }
 };
 

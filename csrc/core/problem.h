@@ -50,6 +50,20 @@ struct Arguments {
   double clamp_max;
 };
 
+// Backward of a chain on v: from the gradient of its output to those of v and of the parameters. All tensors
+// are contiguous, of v's dtype: float32 or float64.
+struct BackwardProblem {
+  Tensor v;
+  const void* grad;
+  Arguments arguments;
+  void* grad_v;  // like v; also the memory between the steps, so there is one whether it is wanted or not
+  bool wants_v;
+  void* bias;  // gradients of the parameters: a value a channel; null where nobody wants it
+  void* scale;
+  void* norm_weight;
+  void* norm_bias;
+};
+
 // One call: output = chain(v), where v = conv(input), or v = input if conv is null.
 struct Problem {
   Tensor input;
