@@ -134,6 +134,39 @@ class Launch {
   Problem problem_;
 };
 
+// A parameter's name, its dtype and pointer, and the pointer of its gradient: 0 where nobody wants it.
+using PyParameter = std::tuple<std::string, int, uintptr_t, uintptr_t>;
+
+void set_parameter(BackwardProblem& problem, const PyParameter& from) {
+  const auto& [name, dtype, data, gradient] = from;
+  Arguments& arguments = problem.arguments;
+  const std::map<std::string, std::pair<Parameter*, void**>> places{
+      {"bias", {&arguments.bias, &problem.bias}},
+      {"scale", {&arguments.scale, &problem.scale}},
+      {"norm_weight", {&arguments.norm_weight, &problem.norm_weight}},
+      {"norm_bias", {&arguments.norm_bias, &problem.norm_bias}}};
+  const auto place = places.find(name);
+  if (place == places.end()) throw std::invalid_argument("fusedconv: no parameter is called '" + name + "'");
+  *place->second.first = {pointer(data), static_cast<DType>(dtype)};
+  *place->second.second = pointer(gradient);
+}
+
+void backward_on_cpu(const std::string& chain, const PyForm& v_form, uintptr_t v, uintptr_t grad,
+                     const PyNumbers& numbers, const std::vector<PyParameter>& parameters, uintptr_t grad_v,
+                     bool wants_v, int threads) {
+  BackwardProblem problem{};
+  problem.v = to_tensor(v_form);
+  problem.v.data = pointer(v);
+  problem.grad = pointer(grad);
+  problem.arguments = to_arguments(numbers);
+  problem.grad_v = pointer(grad_v);
+  problem.wants_v = wants_v;
+  for (const PyParameter& parameter : parameters) set_parameter(problem, parameter);
+  const Kernel kernel = find_on_cpu(chain);
+  const py::gil_scoped_release release;
+  run_backward_on_cpu(kernel, problem, threads);
+}
+
 std::map<std::string, std::string> build_info() {
   return {{"version", FUSEDCONV_VERSION},
           {"compiler", FUSEDCONV_COMPILER},
@@ -154,6 +187,7 @@ PYBIND11_MODULE(_C, module) {
       .def("on_cpu", &Launch::on_cpu)
       .def("on_cuda", &Launch::on_cuda)
       .def("prepare_cuda", &Launch::prepare_cuda);
+  module.def("backward_on_cpu", &backward_on_cpu);
   module.def("cuda_chains", [] { return py::tuple(py::cast(cuda_chains())); });
   module.def("cuda_status", &cuda_status);
   module.def("build_info", &build_info);

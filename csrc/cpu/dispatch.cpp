@@ -64,6 +64,8 @@ const Level& level_in_use() {
   return level;
 }
 
+size_t element_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
 }  // namespace
 
 std::string cpu_isa() { return level_in_use().name; }
@@ -76,21 +78,23 @@ std::vector<std::string> cpu_isas() {
 
 Kernel find_on_cpu(const std::string& chain) {
   const Kernel kernel = level_in_use().find_kernel(chain.c_str());
-  if (kernel == nullptr) throw std::invalid_argument("fusedconv: no CPU kernel for chain '" + chain + "'");
+  if (kernel.forward == nullptr)
+    throw std::invalid_argument("fusedconv: no CPU kernel for chain '" + chain + "'");
   return kernel;
 }
 
-void run_on_cpu(Kernel kernel, const Problem& problem, int threads) {
+void run_on_cpu(const Kernel& kernel, const Problem& problem, int threads) {
   const Tensor& output = problem.output;
   const int64_t elements = element_count(output);
   if (elements == 0) return;
   const bool is_dense = output.size[0] * output.stride[0] == elements;
-  if (is_dense) {
-    advise_huge_pages(output.data, size_t(elements) * (output.dtype == DType::kFloat64   ? 8
-                                                       : output.dtype == DType::kFloat32 ? 4
-                                                                                         : 2));
-  }
-  kernel(problem, threads);
+  if (is_dense) advise_huge_pages(output.data, size_t(elements) * element_size(output.dtype));
+  kernel.forward(problem, threads);
+}
+
+void run_backward_on_cpu(const Kernel& kernel, const BackwardProblem& problem, int threads) {
+  advise_huge_pages(problem.grad_v, size_t(element_count(problem.v)) * element_size(problem.v.dtype));
+  kernel.backward(problem, threads);
 }
 
 }  // namespace fusedconv

@@ -15,6 +15,7 @@ std::vector<std::string> cpu_isas();
 
 // A chain's kernel at the level in use. Throws std::invalid_argument for a name that no chain has.
 Kernel find_on_cpu(const std::string& chain);
-void run_on_cpu(Kernel kernel, const Problem& problem, int threads);
+void run_on_cpu(const Kernel& kernel, const Problem& problem, int threads);
+void run_backward_on_cpu(const Kernel& kernel, const BackwardProblem& problem, int threads);
 
 }  // namespace fusedconv

@@ -5,6 +5,9 @@
 namespace fusedconv {
 
 // A chain on the CPU, compiled for one instruction set.
-using Kernel = void (*)(const Problem& problem, int threads);
+struct Kernel {
+  void (*forward)(const Problem& problem, int threads);
+  void (*backward)(const BackwardProblem& problem, int threads);
+};
 
 }  // namespace fusedconv

@@ -9,11 +9,13 @@ namespace fusedconv {
 
 inline namespace FUSEDCONV_TARGET {
 
-#define FUSEDCONV_DECLARE(name) void name(const Problem& problem, int threads);
+#define FUSEDCONV_DECLARE(name)                   \
+  void name(const Problem& problem, int threads); \
+  void name##_backward(const BackwardProblem& problem, int threads);
 FUSEDCONV_FOR_EACH_CHAIN(FUSEDCONV_DECLARE)
 #undef FUSEDCONV_DECLARE
 
-// Null for a name that no chain has.
+// Nulls for a name that no chain has.
 Kernel find_kernel(const char* chain);
 
 }  // namespace FUSEDCONV_TARGET

@@ -1,7 +1,9 @@
-// The entry of a chain on the CPU. Each cpu/<chain>.cpp is one line: FUSEDCONV_CPU_CHAIN(name, composition).
+// The entries of a chain on the CPU. Each cpu/<chain>.cpp is one line: FUSEDCONV_CPU_CHAIN(name,
+// composition).
 #pragma once
 
 #include "../core/chains.h"
+#include "backward.h"
 #include "conv_source.h"
 #include "kernels.h"
 #include "schedule.h"
@@ -30,6 +32,15 @@ void run_chain(const Problem& problem, int threads) {
   }
 }
 
+template <class Chain>
+void run_backward(const BackwardProblem& problem, int threads) {
+  if (problem.v.dtype == DType::kFloat64) {
+    BackwardSchedule<Chain, double>(problem, threads).run();
+  } else {
+    BackwardSchedule<Chain, float>(problem, threads).run();
+  }
+}
+
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv
 
@@ -37,5 +48,8 @@ void run_chain(const Problem& problem, int threads) {
   namespace fusedconv {                                                                        \
   inline namespace FUSEDCONV_TARGET {                                                          \
   void name(const Problem& problem, int threads) { run_chain<Composition>(problem, threads); } \
+  void name##_backward(const BackwardProblem& problem, int threads) {                          \
+    run_backward<Composition>(problem, threads);                                               \
+  }                                                                                            \
   }                                                                                            \
   }

@@ -8,11 +8,11 @@
 
 #include "../core/chain.h"
 #include "buffer.h"
+#include "parallel_for.h"
 #include "plan.h"
 #include "reduce_tile.h"
 #include "source.h"
 #include "statistics.h"
-#include "threads.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -28,14 +28,6 @@ bool streams_to(const Tensor& output) {
   const int64_t elements = element_count(output);
   return elements * int64_t(sizeof(T)) >= kStreamBytes &&
          is_resident(static_cast<const T*>(output.data) + elements / 2);
-}
-
-template <class Body>
-void parallel_for(int64_t count, int threads, const Body& body) {
-  fusedconv::parallel_for(
-      count, threads,
-      [](void* context, int64_t i, int worker) { (*static_cast<const Body*>(context))(i, worker); },
-      const_cast<Body*>(&body));
 }
 
 template <class Chain, class T>
