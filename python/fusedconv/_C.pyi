@@ -41,6 +41,23 @@ class Launch:
     def on_cuda(self, pointers: Sequence[int], output: int, workspace: int, stream: int, /) -> None:
         """On the device that it was prepared for. ``workspace``: memory at a multiple of 256, or 0 if it wants none."""
 
+def backward_on_cpu(
+    chain: str,
+    v_form: Form,
+    v: int,
+    grad: int,
+    numbers: Numbers,
+    parameters: Sequence[tuple[str, int, int, int]],
+    grad_v: int,
+    wants_v: bool,
+    threads: int,
+    /,
+) -> None:
+    """Gradients of a chain on ``v``, none of whose sizes is 0. All tensors are contiguous. ``grad``, ``grad_v`` and the
+    gradients of the parameters, of C elements each, have ``v``'s dtype: float32 or float64. ``grad_v`` is overwritten
+    whether it is wanted or not. ``parameters``: names, dtype codes, pointers, and pointers to the gradients, 0 where
+    they are not wanted."""
+
 def cuda_chains() -> tuple[str, ...]: ...
 def cuda_status(device: int, /) -> str: ...
 def build_info() -> dict[str, str]: ...

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -75,6 +75,18 @@ def _channels(args: Sequence[Any], conv: bool) -> int:
 def _by_setting(runs: Mapping[str, Run]) -> Run:
     """The setting counts when the call is made."""
     return lambda args: runs[get_float32_precision()](args)
+
+
+def _vector(parameter: Tensor, channels: int) -> Tensor:
+    """A value a channel, contiguous."""
+    return parameter.reshape(-1).expand(channels).contiguous()
+
+
+def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient of a parameter from that of its vector."""
+    if parameter.numel() == 1:
+        gradient = gradient.sum()
+    return gradient.to(parameter.dtype).view(parameter.shape)
 
 
 def _freed(name: str) -> NoReturn:
@@ -253,10 +265,36 @@ class Launcher:
             args = list(args)
             for i in unready:
                 args[i].data_ptr() or _freed(self._names[i])
-                args[i] = args[i].reshape(-1).expand(channels).contiguous()
+                args[i] = _vector(args[i], channels)
             return run(args)
 
         return make_ready_and_run if unready else run
+
+    def backward_cpu(
+        self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Collection[int], wants_v: bool
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """The chain's gradients on the CPU, in float32 or float64: by their places those of the parameters that are
+        ``wanted``, and the contiguous one of ``v``, which has a meaning only if ``wants_v``."""
+        places = {name: i for name, i in self._places(args, conv=False).items() if name in _VECTORS}
+        tensors = {"input": v, "grad": grad, **{name: args[i] for name, i in places.items()}}
+        for name, tensor in tensors.items():
+            tensor.data_ptr() or _freed(name)
+        v, grad = v.contiguous(), grad.contiguous()
+        channels, grad_v = v.shape[1], torch.empty_like(v)
+        vectors = {name: _vector(args[i], channels) for name, i in places.items()}
+        found = {name: v.new_empty(channels) for name, i in places.items() if i in wanted}
+        parameters = [
+            (name, _CODES[vector.dtype], vector.data_ptr(), found[name].data_ptr() if name in found else 0)
+            for name, vector in vectors.items()
+        ]
+        _C.backward_on_cpu(
+            self._chain, _form(v), v.data_ptr(), grad.data_ptr(), self._numbers(args), parameters,
+            grad_v.data_ptr(), wants_v, torch.get_num_threads(),
+        )  # fmt: skip
+        gradients = {
+            places[name]: _as_parameter(gradient, args[places[name]]) for name, gradient in found.items()
+        }
+        return gradients, grad_v
 
     def has_cuda(self, device: int) -> bool:
         """Whether a kernel of this build can run on this device. Warns once if the build is why not."""

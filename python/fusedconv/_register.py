@@ -14,7 +14,7 @@ private ``_<operator>_backward``. A call meets these dispatch keys from top to b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from math import isnan
 from typing import Any
@@ -49,7 +49,12 @@ _MOST_PREPARED = 1024  # signatures that an operator remembers
 
 Function = Callable[..., Any]
 Look = tuple[Shape, torch.dtype, torch.memory_format]  # what an output looks like
-Pullback = Callable[[Function, Sequence[Tensor]], Sequence[Tensor]]  # gradients of a function's leaves
+# Gradients of a function's leaves, from the one of its result.
+Pullback = Callable[[Function, Sequence[Tensor], Tensor], Sequence[Tensor]]
+# From v, the output's gradient and the arguments: gradients of those parameters whose places are wanted, and of v.
+ChainBackward = Callable[
+    [Tensor, Tensor, Sequence[Any], Collection[int], bool], tuple[dict[int, Tensor], Tensor]
+]
 
 
 def _define(schema: str) -> Any:
@@ -294,7 +299,8 @@ class Backward:
 
     It is like ``torch.empty_like(argument)``, or has no elements where the mask, with an entry for each, does
     not ask for it: Inductor takes no undefined tensors, ``is_grads_batched`` no list of those wanted.
-    Everything is recomputed from the reference.
+    PyTorch's conv computes v again. The chain's part is a kernel's on the CPU, in float32 and float64;
+    elsewhere, and for double backward, it is the reference's.
     """
 
     def __init__(self, operator: Operator, schema: str) -> None:
@@ -313,7 +319,8 @@ class Backward:
             vmap=self.vmap,
             autograd=self.autograd,
             fake=self.fake,
-            CompositeExplicitAutograd=self.kernel,
+            CPU=self.cpu,
+            CompositeExplicitAutograd=self.plain,
         )
 
     def autocast(self, device: str, *args: Any, **options: Any) -> Any:
@@ -334,23 +341,33 @@ class Backward:
     def again(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
         """Differentiable: torch.func.vjp leaves the arguments' own history in place, for double backward."""
 
-        def pullback(function: Function, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        def pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
             gradients: Sequence[Tensor] = torch.func.vjp(function, *leaves)[1](grad)
             return gradients
 
-        return _returns(self.gradients(pullback, grad, args, precision))
+        return _returns(self.gradients(self.by_reference(pullback, grad.dtype), grad, args, precision))
 
-    def kernel(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        def pullback(function: Function, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    def cpu(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
+        if args[0].dtype not in (torch.float32, torch.float64):
+            return self.plain(grad, *args, precision=precision)
+        return self.run(self.operator.launcher.backward_cpu, grad, args, precision)
+
+    def plain(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
+        def pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
             # This stands below autograd; the recomputation is recorded all the same.
             with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
                 leaves = [leaf.detach().requires_grad_() for leaf in leaves]
                 return torch.autograd.grad(function(*leaves), leaves, grad)
 
+        return self.run(self.by_reference(pullback, grad.dtype), grad, args, precision)
+
+    def run(
+        self, chain_backward: ChainBackward, grad: Tensor, args: Sequence[Any], precision: str | None
+    ) -> Any:
         wanted = self.wanted(args)
         if grad.numel() == 0:
             return _returns([grad.new_empty(0) if a is None else torch.zeros_like(a) for a in wanted])
-        gradients = self.gradients(pullback, grad, args, precision)
+        gradients = self.gradients(chain_backward, grad, args, precision)
         taken = {grad.data_ptr()}
         return _returns([_result(a, gradient, taken) for a, gradient in zip(wanted, gradients, strict=True)])
 
@@ -361,8 +378,25 @@ class Backward:
         """The tensor arguments, None where the mask does not ask for the gradient."""
         return [args[i] if wants else None for i, wants in zip(self.operator.tensors, args[-1], strict=True)]
 
+    def by_reference(self, pullback: Pullback, dtype: torch.dtype) -> ChainBackward:
+        """The chain's vector-Jacobian product, in PyTorch's own operators."""
+
+        def chain_backward(
+            v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Collection[int], wants_v: bool
+        ) -> tuple[dict[int, Tensor], Tensor]:
+            def chain(*leaves: Tensor) -> Tensor:
+                values = list(args)
+                for i, leaf in zip(wanted, leaves, strict=False):
+                    values[i] = leaf
+                return self.operator.after_conv(leaves[-1] if wants_v else v, values, dtype)
+
+            found = pullback(chain, [args[i] for i in wanted] + ([v] if wants_v else []), grad)
+            return dict(zip(wanted, found, strict=False)), found[-1]
+
+        return chain_backward
+
     def gradients(
-        self, pullback: Pullback, grad: Tensor, args: Sequence[Any], precision: str | None
+        self, chain_backward: ChainBackward, grad: Tensor, args: Sequence[Any], precision: str | None
     ) -> list[Tensor]:
         """The chain's vector-Jacobian product, then the conv's."""
         operator = self.operator
@@ -373,24 +407,15 @@ class Backward:
             own = [i for i in wanted if i >= self.first_own]
             through_v = len(own) < len(wanted)
             v = operator.source(args, precision)
-
-            def chain(*leaves: Tensor) -> Tensor:
-                values = list(args)
-                for i, leaf in zip(own, leaves, strict=False):
-                    values[i] = leaf
-                return operator.after_conv(leaves[-1] if through_v else v, values, grad.dtype)
-
-            found = pullback(chain, [args[i] for i in own] + ([v] if through_v else []))
-            gradients |= zip(own, found, strict=False)
+            gradients, grad_v = chain_backward(v, grad, args, own, through_v)
             if through_v and operator.has_conv:
                 conv_mask = [i in wanted for i in operator.conv_tensors]
-                gradients |= enumerate(
-                    convolution_backward(
-                        found[-1], *args[TENSORS][:2], *args[GEOMETRY], precision=precision, mask=conv_mask
-                    )
+                of_conv = convolution_backward(
+                    grad_v, *args[TENSORS][:2], *args[GEOMETRY], precision=precision, mask=conv_mask
                 )
+                gradients = {**gradients, **dict(enumerate(of_conv))}
             elif through_v:
-                gradients[0] = found[-1]
+                gradients[0] = grad_v
         return [gradients[i] if i in wanted else grad.new_empty(0) for i in operator.tensors]
 
 

@@ -1,0 +1,384 @@
+"""The CPU kernels of backward: gradients of each chain against float64, kinks, ties, bits, and what is computed."""
+
+# mypy: disallow-untyped-calls=False
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chains_table import BY_NAME, CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
+from fusedconv import _C, _conv, _register
+from helpers import GRADIENT_BOUNDS, SIZES, exact_eager, failure, new_process, profile, same_bits
+
+all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
+conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
+norm_rows = pytest.mark.parametrize("row", [row for row in ROWS if row.has_norm], ids=lambda row: row.chain)
+formats = pytest.mark.parametrize(
+    "layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"]
+)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+Run = Callable[[Tensor, Own], Tensor]
+
+
+def gradients(run: Run, v: Tensor, own: Own, direction: Tensor) -> dict[str, Tensor]:
+    """Gradients of v and of all parameters, by name."""
+    leaf = v.detach().requires_grad_()
+    own = map_tensors(own, lambda t: t.detach().requires_grad_())
+    leaves = {"v": leaf} | {name: t for name, t in own.items() if isinstance(t, Tensor)}
+    y = run(leaf, own)
+    found = torch.autograd.grad(y, list(leaves.values()), direction.to(y.dtype))
+    return dict(zip(leaves, found, strict=True))
+
+
+def check_gradients(row: Row, v: Tensor, own: Own, seed: object = 0) -> dict[str, Tensor]:
+    """Holds the chain's gradients against float64; eager's own error counts where it is the larger one."""
+    direction = randn(generator(seed), *row.plain_chain(v, own).shape, dtype=torch.float64)
+    ours = gradients(row.chain_op, v, own, direction)
+    plain = v.detach().contiguous()
+    reference = gradients(row.plain_chain, plain.double(), map_tensors(own, Tensor.double), direction)
+    eager = gradients(row.plain_chain, exact_eager(plain), map_tensors(own, exact_eager), direction)
+    # The reference has float64's own error, so eager's in float64 shows from its error in float32.
+    digits = 2.0**-28 if v.dtype == torch.float64 else 1.0
+    largest = max([float(g.norm()) for name, g in reference.items() if name != "v"], default=0.0)
+    for name, right in reference.items():
+        got = ours[name]
+        assert got.shape == right.shape
+        assert got.dtype == (v if name == "v" else own[name]).dtype
+        size = max(float(right.norm()), 1e-3 * largest, 1e-300)
+        eager_error = float((eager[name].double() - right).norm()) / size * digits
+        allowed = max(GRADIENT_BOUNDS[v.dtype], 2 * eager_error)
+        error = float((got.double() - right).norm()) / size
+        assert error <= allowed, f"gradient of {name}: {error:.2e}, allowed {allowed:.2e}"
+    assert ours["v"].stride() == v.stride() or not v.is_contiguous()
+    return ours
+
+
+@dtypes
+@formats
+@all_rows
+def test_gradients_of_odd_sizes(row: Row, layout: torch.memory_format, dtype: torch.dtype) -> None:
+    """No tail, a tail of one, of all but one; gammas, scales and inputs of either sign."""
+    gen = generator(row.chain, "sizes", dtype)
+    for size in SIZES:
+        own = draw_own(row, 6, gen, dtype=dtype, pool_size=min(2, size))
+        v = randn(gen, 2, 6, 5, size).to(dtype=dtype, memory_format=layout)
+        check_gradients(row, v, own, seed=size)
+
+
+@norm_rows
+def test_gradients_of_groups_of_one_channel(row: Row) -> None:
+    """Only v's: those of bias and scale are nearly zero, with nothing but rounding left."""
+    gen = generator(row.chain, "groups")
+    for channels in SIZES:
+        own = draw_own(row, channels, gen, groups=channels)
+        v = randn(gen, 2, channels, 9, 11)
+        direction = randn(gen, *row.plain_chain(v, own).shape)
+        ours = gradients(row.chain_op, v, own, direction)["v"].double()
+        right = gradients(row.plain_chain, v.double(), map_tensors(own, Tensor.double), direction)["v"]
+        assert float((ours - right).norm()) <= GRADIENT_BOUNDS[v.dtype] * float(right.norm())
+
+
+@pytest.mark.parametrize("factor", [1, 3, 0.01, -1])
+@all_rows
+def test_gradients_of_scaled_inputs(row: Row, factor: float) -> None:
+    """Several runs of the sums of a plane, each of 2,048 pixels, and several blocks of logsumexp."""
+    gen = generator(row.chain, "scaled")
+    own = draw_own(row, 12, gen)
+    check_gradients(row, factor * randn(gen, 3, 12, 57, 79), own)
+
+
+@norm_rows
+def test_gradients_survive_a_large_mean(row: Row) -> None:
+    """The two sums of each group are of normed values: mean 100 and deviation 0.01 cost no digits."""
+    gen = generator(row.chain, "mean")
+    v = 100 + 0.01 * randn(gen, 2, 8, 40, 51)
+    own = draw_own(row, 8, gen, groups=4)
+    if "bias" in own:  # otherwise the sigmoid is one everywhere
+        own |= {"bias": torch.full((8, 1, 1), -100.0), "scale": 100 * own["scale"]}
+    check_gradients(row, v, own)
+
+
+@norm_rows
+def test_gradients_without_affine_parameters(row: Row) -> None:
+    gen = generator(row.chain, "none")
+    own = draw_own(row, 6, gen, norm_weight=None, norm_bias=None)
+    check_gradients(row, randn(gen, 2, 6, 9, 11), own)
+
+
+ONE_FOR_ALL = [(row, name) for row in ROWS for name in ("bias", "scale") if name in row.arguments]
+
+
+@pytest.mark.parametrize(
+    ("row", "name"), ONE_FOR_ALL, ids=[f"{row.chain}-{name}" for row, name in ONE_FOR_ALL]
+)
+def test_gradient_of_one_value_for_all_channels(row: Row, name: str) -> None:
+    """It gets the sum of what the channels' own values get."""
+    gen = generator(row.chain, "one")
+    v, value = randn(gen, 2, 6, 9, 11), randn(gen, 1)
+    own = draw_own(row, 6, gen) | {name: value.expand(6).reshape(6, 1, 1)}
+    direction = randn(gen, *row.plain_chain(v, own).shape)
+    expected = gradients(row.chain_op, v, own, direction)
+    for shape in ((), (1,), (1, 1, 1)):
+        ours = gradients(row.chain_op, v, own | {name: value.reshape(shape)}, direction)
+        assert torch.equal(ours[name], expected[name].sum().reshape(shape))
+        assert all(same_bits(ours[other], expected[other]) for other in ours if other != name)
+
+
+@all_rows
+def test_gradients_of_views(row: Row) -> None:
+    """A v with steps in it, and an output gradient of stride 0."""
+    gen = generator(row.chain, "views")
+    own = draw_own(row, 6, gen)
+    v = randn(gen, 11, 6, 9, 4).permute(3, 1, 2, 0)[..., ::2]
+    check_gradients(row, v, own)
+    direction = torch.ones(()).expand(row.plain_chain(v, own).shape)
+    ours = gradients(row.chain_op, v, own, direction)
+    plain = gradients(row.plain_chain, v.contiguous(), own, direction)
+    for name, right in plain.items():
+        torch.testing.assert_close(ours[name], right, rtol=1e-4, atol=1e-4)
+
+
+# ---- kinks, ties, special values ----
+
+
+def assert_same(ours: dict[str, Tensor], plain: dict[str, Tensor], rtol: float = 1e-6) -> None:
+    for name, right in plain.items():
+        torch.testing.assert_close(ours[name], right, rtol=rtol, atol=1e-6, equal_nan=True)
+
+
+@dtypes
+def test_kinks_of_relu_and_hardswish(dtype: torch.dtype) -> None:
+    """As PyTorch at 0, at 3 and beside them; NaN and infinity too."""
+    three = torch.tensor(3.0, dtype=dtype)
+    beside = [float(torch.nextafter(three, torch.tensor(way, dtype=dtype))) for way in (0.0, 6.0)]
+    values = [0.0, -0.0, 1e-30, -1e-30, 3.0, *beside, -3.0, -4.0, 1.0, 1e30, math.inf, -math.inf, math.nan]
+    v = torch.tensor(values, dtype=dtype).reshape(1, 1, 2, 7)
+    row = BY_NAME["relu_hardswish"]
+    for direction in (torch.ones_like(v), -2 * torch.ones_like(v), torch.zeros_like(v)):
+        ours = gradients(row.chain_op, v, {}, direction)
+        assert_same(ours, gradients(row.plain_chain, v, {}, direction))
+    assert gradients(row.chain_op, v, {}, torch.ones_like(v))["v"].flatten()[4] == 1.5
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "bounds",
+    [(-1.0, 1.0), (-1.0, None), (None, 1.0), (None, None), (1.0, -1.0), (1.0, 1.0), (math.nan, 1.0)],
+)
+def test_kinks_of_clamp(bounds: tuple[float | None, float | None], dtype: torch.dtype) -> None:
+    """A weight of 0 leaves the norm's bias, which stands on the bounds, beside them and on NaN."""
+    row = BY_NAME["group_norm_scale_max_pool_clamp"]
+    ends = [-1.0, 1.0, 0.0, math.nextafter(1.0, 2), math.nextafter(-1.0, -2), 1.5, -1.5, math.inf, math.nan]
+    norm_bias = torch.tensor(ends, dtype=dtype)
+    own: Own = {
+        "num_groups": 3,
+        "norm_weight": torch.zeros(9, dtype=dtype),
+        "norm_bias": norm_bias,
+        "eps": 1e-5,
+        "scale": torch.ones(9, 1, 1, dtype=dtype),
+        "pool_size": [2, 2],
+        "clamp_min": bounds[0],
+        "clamp_max": bounds[1],
+    }
+    v = randn(generator("clamp"), 2, 9, 4, 6, dtype=dtype)
+    direction = randn(generator("direction"), 2, 9, 2, 3, dtype=dtype)
+    ours = gradients(row.chain_op, v, own, direction)
+    assert_same(ours, gradients(row.plain_chain, v, own, direction), rtol=1e-5)
+
+
+@dtypes
+@pytest.mark.parametrize("pool", [(2, 2), (3, 2), (2, 5), (4, 4), (1, 3), (9, 11)])
+def test_ties_in_pools_go_to_the_first(pool: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of few different values nearly every window has equal maxima, or equal minima where the factor is negative."""
+    row = BY_NAME["group_norm_scale_max_pool_clamp"]
+    gen = generator("ties", pool)
+    v = torch.randint(0, 3, (2, 8, 9, 11), generator=gen).to(dtype)
+    own = draw_own(row, 8, gen, dtype=dtype, pool_size=pool, clamp_min=None, clamp_max=None)
+    check_gradients(row, v, own)
+
+
+def test_the_last_nan_of_a_window_gets_the_gradient() -> None:
+    """As in PyTorch. Only the gradients of weight and scale tell: all else is NaN."""
+    row = BY_NAME["group_norm_scale_max_pool_clamp"]
+    gen = generator("nan")
+    own = draw_own(row, 8, gen, pool_size=(3, 4), clamp_min=None, clamp_max=None)
+    own["norm_bias"][::2] = math.nan
+    v = randn(gen, 2, 8, 9, 13)
+    direction = randn(gen, 2, 8, 3, 3)
+    ours = gradients(row.chain_op, v, own, direction)
+    plain = gradients(row.plain_chain, v, own, direction)
+    assert torch.isfinite(plain["norm_weight"]).all()
+    assert_same(ours, plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@all_rows
+def test_special_values_stay_in_their_group(row: Row, value: float) -> None:
+    """NaN where PyTorch has NaN, and nowhere else."""
+    gen = generator(row.chain, "special")
+    own = draw_own(row, 6, gen, groups=3)
+    v = randn(gen, 3, 6, 5, 7)
+    v[1, 2, 3, 4] = value
+    direction = randn(gen, *row.plain_chain(v, own).shape)
+    ours = gradients(row.chain_op, v, own, direction)
+    plain = gradients(row.plain_chain, v, own, direction)
+    assert_same(ours, plain, rtol=1e-4)
+    assert torch.isfinite(ours["v"][0]).all()
+
+
+def test_logsumexp_weighs_values_far_apart() -> None:
+    """1e4 apart: the weights are 1 and 0, without overflow."""
+    row = BY_NAME["group_norm_tanh_hardswish_logsumexp"]
+    gen = generator("apart")
+    v = 1e4 * randn(gen, 2, 6, 5, 7)
+    check_gradients(row, v, draw_own(row, 6, gen))
+
+
+# ---- bits ----
+
+
+@all_rows
+def test_same_bits_for_any_number_of_threads_and_in_each_run(row: Row) -> None:
+    gen = generator(row.chain, "threads")
+    own = draw_own(row, 12, gen)
+    v = randn(gen, 3, 12, 61, 83)
+    direction = randn(gen, *row.plain_chain(v, own).shape)
+    runs = []
+    for threads in (1, 2, 3, *[2] * 10):
+        torch.set_num_threads(threads)
+        runs.append(gradients(row.chain_op, v, own, direction))
+    for run in runs[1:]:
+        assert all(same_bits(run[name], runs[0][name]) for name in run)
+
+
+@all_rows
+def test_a_sample_has_the_same_bits_in_any_batch(row: Row) -> None:
+    gen = generator(row.chain, "batch")
+    own = draw_own(row, 12, gen)
+    v = randn(gen, 5, 12, 61, 83)
+    direction = randn(gen, *row.plain_chain(v, own).shape)
+    together = gradients(row.chain_op, v, own, direction)["v"]
+    for i in range(5):
+        alone = gradients(row.chain_op, v[i : i + 1], own, direction[i : i + 1])["v"]
+        assert same_bits(alone[0], together[i])
+
+
+LEVELS = """
+import sys
+import torch
+from chains_table import ROWS, draw_own, generator, randn
+from fusedconv import _C
+from helpers import SIZES
+from test_backward import check_gradients
+
+assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()
+for row in ROWS:
+    gen = generator(row.chain, "isa")
+    for size in SIZES:
+        for dtype in (torch.float32, torch.float64):
+            own = draw_own(row, 6, gen, dtype=dtype, pool_size=min(2, size))
+            check_gradients(row, randn(gen, 2, 6, 7, size, dtype=dtype), own, seed=size)
+print("right")
+"""
+
+
+@pytest.mark.parametrize("level", _C.cpu_isas())
+def test_each_instruction_set_is_right(level: str) -> None:
+    assert "right" in new_process(LEVELS, level, environment={"FUSEDCONV_CPU_ISA": level})
+
+
+# ---- what is computed ----
+
+
+class Calls:
+    """Notes what the kernel and the conv's backward are asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.chain: list[set[str]] = []
+        self.conv: list[list[bool]] = []
+        kernel, conv_backward = _C.backward_on_cpu, _conv.convolution_backward
+
+        def run_chain(*args: Any) -> None:
+            asked = {name for name, _, _, gradient in args[5] if gradient}
+            self.chain.append(asked | ({"v"} if args[7] else set()))
+            kernel(*args)
+
+        def run_conv(*args: Any, mask: Any, **options: Any) -> Any:
+            self.conv.append(list(mask))
+            return conv_backward(*args, mask=mask, **options)
+
+        monkeypatch.setattr(_C, "backward_on_cpu", run_chain)
+        monkeypatch.setattr(_register, "convolution_backward", run_conv)
+
+
+@conv_rows
+def test_only_the_gradients_that_are_asked_for_are_computed(
+    row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gen = generator(row.chain, "asked")
+    own = draw_own(row, 4, gen, groups=2)
+    conv = {"x": randn(gen, 2, 3, 7, 8), "weight": randn(gen, 4, 3, 3, 3) / 5, "conv_bias": randn(gen, 4)}
+    tensors = [*conv, *[name for name, value in own.items() if isinstance(value, Tensor)]]
+    calls = Calls(monkeypatch)
+    for chosen in tensors:
+        values = map_tensors(conv | own, torch.clone)
+        values[chosen].requires_grad_()
+        y = row.conv_op(**{name: values[name] for name in conv}, own={name: values[name] for name in own})
+        y.sum().backward()
+        assert calls.chain.pop() == ({"v"} if chosen in conv else {chosen})
+        assert calls.conv == ([[name == chosen for name in conv]] if chosen in conv else [])
+        calls.conv.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@all_rows
+def test_the_kernel_runs_where_it_serves(
+    row: Row, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without PyTorch's chain; in bfloat16 the reference runs."""
+    gen = generator(row.chain, "serves")
+    own = draw_own(row, 4, gen, dtype=dtype, groups=2)
+    v = randn(gen, 2, 4, 6, 8).to(dtype).requires_grad_()
+    y = row.chain_op(v, own)
+    grad = torch.ones_like(y)
+    calls = Calls(monkeypatch)
+    ran = profile(lambda: torch.autograd.grad(y, v, grad))
+    served = dtype != torch.bfloat16
+    assert calls.chain == ([{"v"}] if served else [])
+    assert served != any(
+        "group_norm" in name or "sigmoid" in name or "relu" in name for name in ran.computing
+    )
+
+
+@conv_rows
+def test_channels_last_training_matches_nchw(row: Row) -> None:
+    fused, _ = modules(row, padding=1)
+    x = randn(generator("layout"), 2, 3, 17, 19)
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        leaf = x.contiguous(memory_format=layout).requires_grad_()
+        found = torch.autograd.grad(fused(leaf).square().sum(), [leaf, *fused.parameters()])
+        assert found[0].is_contiguous(memory_format=layout)
+        results.append(found)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@all_rows
+def test_a_freed_tensor_is_an_error_in_backward_too(row: Row) -> None:
+    """A null pointer would mean that the argument is absent, or end the process."""
+    own = draw_own(row, 4, generator(row.chain, "freed"), groups=2)
+    for name in ("input", *[name for name, value in own.items() if isinstance(value, Tensor)]):
+        values = map_tensors(own, torch.clone)
+        v = torch.zeros(1, 4, 4, 4, requires_grad=True) * 1
+        y = row.chain_op(v, values)
+        (v if name == "input" else values[name]).untyped_storage().resize_(0)
+        kind, text = failure(y.sum().backward)
+        assert kind is RuntimeError
+        assert f"{name} has no memory" in text
