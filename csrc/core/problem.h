@@ -56,7 +56,9 @@ struct BackwardProblem {
   Tensor v;
   const void* grad;
   Arguments arguments;
-  void* grad_v;  // like v; also the memory between the steps, so there is one whether it is wanted or not
+  // Like v, and written whether it is wanted or not: steps keep in it what they need between them. May be v
+  // itself where nothing is reduced.
+  void* grad_v;
   bool wants_v;
   void* bias;  // gradients of the parameters: a value a channel; null where nobody wants it
   void* scale;

@@ -144,8 +144,7 @@ class BackwardSchedule {
         all = combine(all, moments_of_run(v_ + p * plane_, plane_,
                                           [&](V v) { return Chain::Pre::value(v, v, channel); }));
       });
-      const double variance = all.m2 < 0 ? 0 : all.m2 / all.count;  // below zero by rounding only
-      const double inverse_deviation = 1.0 / __builtin_sqrt(variance + problem_.arguments.eps);
+      const double inverse_deviation = inverse_deviation_of(all, problem_.arguments.eps);
       for_each_plane(group, [&](int64_t p) {
         set_norm(channels_[p], problem_.arguments, p % channel_count_, all.mean, inverse_deviation);
         const double mean_rest = all.mean - double(channels_[p].mean);

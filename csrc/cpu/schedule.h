@@ -139,8 +139,7 @@ class Schedule {
       Moments all = unit.moments[g];
       for (int64_t t = 1; t < plan_.tiles_per_unit; ++t)
         all = combine(all, unit.moments[t * group_count + g]);
-      const double variance = all.m2 < 0 ? 0 : all.m2 / all.count;  // below zero by rounding only
-      const double inverse_deviation = 1.0 / __builtin_sqrt(variance + problem_.arguments.eps);
+      const double inverse_deviation = inverse_deviation_of(all, problem_.arguments.eps);
       for (int64_t c = g * plan_.group_channels; c < (g + 1) * plan_.group_channels; ++c) {
         unit.parameters[c] = channels_[unit.channel + c];
         set_norm(unit.parameters[c], problem_.arguments, unit.channel + c, all.mean, inverse_deviation);

@@ -55,8 +55,8 @@ def backward_on_cpu(
 ) -> None:
     """Gradients of a chain on ``v``, none of whose sizes is 0. All tensors are contiguous. ``grad``, ``grad_v`` and the
     gradients of the parameters, of C elements each, have ``v``'s dtype: float32 or float64. ``grad_v`` is overwritten
-    whether it is wanted or not. ``parameters``: names, dtype codes, pointers, and pointers to the gradients, 0 where
-    they are not wanted."""
+    whether it is wanted or not; where nothing is reduced it may be ``v``. ``parameters``: names, dtype codes, pointers,
+    and pointers to the gradients, 0 where they are not wanted."""
 
 def cuda_chains() -> tuple[str, ...]: ...
 def cuda_status(device: int, /) -> str: ...

@@ -137,6 +137,7 @@ class Launcher:
         self._chain = chain.name
         self._has_conv = has_conv
         self._names = names
+        self._stores = not chain.reduces_channels and "pool_size" not in names
 
     def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: Run, precision: str | None) -> Run:
         """Our own conv, or PyTorch's and then the chain."""
@@ -280,7 +281,9 @@ class Launcher:
         for name, tensor in tensors.items():
             tensor.data_ptr() or _freed(name)
         v, grad = v.contiguous(), grad.contiguous()
-        channels, grad_v = v.shape[1], torch.empty_like(v)
+        channels = v.shape[1]
+        # A conv's output is ours: without a reduction its gradient takes its place, which saves fresh memory.
+        grad_v = v if self._has_conv and self._stores else torch.empty_like(v)
         vectors = {name: _vector(args[i], channels) for name, i in places.items()}
         found = {name: v.new_empty(channels) for name, i in places.items() if i in wanted}
         parameters = [
