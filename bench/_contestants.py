@@ -20,7 +20,7 @@ import fusedconv
 from fusedconv._measure import FLUSH_BYTES, Call, interleaved, relative_error
 from fusedconv.workloads import Workload
 
-Contestant = Callable[[], Tensor]
+Contestant = Callable[[], Any]  # gives a tensor, or the gradients of a step of training
 Result = dict[str, Any]  # of a contestant: error, ms, min_ms, all_ms, or failed: why
 
 
@@ -92,8 +92,15 @@ def medians(
 class Contest:
     """Contestants that should all give ``expected``, if it is known. One that fails drops out."""
 
-    def __init__(self, expected: Tensor | None, device: torch.device, cold_memory: bool = True) -> None:
+    def __init__(
+        self,
+        expected: Any,
+        device: torch.device,
+        cold_memory: bool = True,
+        error: Callable[[Any, Any], float] = relative_error,
+    ) -> None:
         self.results: dict[str, Result] = {}
+        self._error = error
         self._calls: dict[str, Contestant] = {}
         self._expected, self._device, self._cold_memory = expected, device, cold_memory
 
@@ -107,7 +114,7 @@ class Contest:
                     call()
                 output = call()
                 if self._expected is not None:
-                    result["error"] = relative_error(output, self._expected)
+                    result["error"] = self._error(output, self._expected)
                 del output
                 self._calls[name] = call
             except Exception as error:
