@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from math import isnan
+from math import isinf, isnan
 from typing import Any
 
 import torch
@@ -294,6 +294,25 @@ class _Gradient(torch.autograd.Function):
 _record: Any = super(torch.autograd.Function, _Gradient).apply
 
 
+def _recorded_pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
+    """By autograd. Backward stands below it; the recomputation is recorded all the same."""
+    with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        return torch.autograd.grad(function(*leaves), leaves, grad)
+
+
+# What a plane costs by itself is as much as some hundred pixels.
+_LEAST_PIXELS = 256
+_MOST_ROWS = 2**24  # a pool counts a window's rows in float32
+
+
+def _has_backward_on_cpu(v: Tensor, args: Sequence[Any]) -> bool:
+    """Whether the kernel serves, and is the faster way. It takes infinite bounds of a clamp for none."""
+    if v.dtype not in (torch.float32, torch.float64) or any(isinstance(a, float) and isinf(a) for a in args):
+        return False
+    return v.shape[2] * v.shape[3] >= _LEAST_PIXELS and v.shape[2] < _MOST_ROWS
+
+
 class Backward:
     """``_<operator>_backward(grad, <the operator's arguments>, output_mask)``: a gradient for each tensor.
 
@@ -348,18 +367,16 @@ class Backward:
         return _returns(self.gradients(self.by_reference(pullback, grad.dtype), grad, args, precision))
 
     def cpu(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        if args[0].dtype not in (torch.float32, torch.float64):
-            return self.plain(grad, *args, precision=precision)
-        return self.run(self.operator.launcher.backward_cpu, grad, args, precision)
+        reference = self.by_reference(_recorded_pullback, grad.dtype)
+
+        def chain_backward(v: Tensor, *rest: Any) -> tuple[dict[int, Tensor], Tensor]:
+            kernel = self.operator.launcher.backward_cpu
+            return (kernel if _has_backward_on_cpu(v, args) else reference)(v, *rest)
+
+        return self.run(chain_backward, grad, args, precision)
 
     def plain(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        def pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
-            # This stands below autograd; the recomputation is recorded all the same.
-            with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
-                leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-                return torch.autograd.grad(function(*leaves), leaves, grad)
-
-        return self.run(self.by_reference(pullback, grad.dtype), grad, args, precision)
+        return self.run(self.by_reference(_recorded_pullback, grad.dtype), grad, args, precision)
 
     def run(
         self, chain_backward: ChainBackward, grad: Tensor, args: Sequence[Any], precision: str | None
@@ -408,6 +425,7 @@ class Backward:
             through_v = len(own) < len(wanted)
             v = operator.source(args, precision)
             gradients, grad_v = chain_backward(v, grad, args, own, through_v)
+            del v  # the conv's backward needs its memory
             if through_v and operator.has_conv:
                 conv_mask = [i in wanted for i in operator.conv_tensors]
                 of_conv = convolution_backward(
