@@ -41,8 +41,10 @@ def gradients(run: Run, v: Tensor, own: Own, direction: Tensor) -> dict[str, Ten
     return dict(zip(leaves, found, strict=True))
 
 
-def check_gradients(row: Row, v: Tensor, own: Own, seed: object = 0) -> dict[str, Tensor]:
-    """Holds the chain's gradients against float64; eager's own error counts where it is the larger one."""
+def check_gradients(
+    row: Row, v: Tensor, own: Own, seed: object = 0, *, as_eager: bool = True
+) -> dict[str, Tensor]:
+    """Holds the chain's gradients against float64; ``as_eager``: or twice eager's own error, if that is larger."""
     direction = randn(generator(seed), *row.plain_chain(v, own).shape, dtype=torch.float64)
     ours = gradients(row.chain_op, v, own, direction)
     plain = v.detach().contiguous()
@@ -57,7 +59,7 @@ def check_gradients(row: Row, v: Tensor, own: Own, seed: object = 0) -> dict[str
         assert got.dtype == (v if name == "v" else own[name]).dtype
         size = max(float(right.norm()), 1e-3 * largest, 1e-300)
         eager_error = float((eager[name].double() - right).norm()) / size * digits
-        allowed = max(GRADIENT_BOUNDS[v.dtype], 2 * eager_error)
+        allowed = max(GRADIENT_BOUNDS[v.dtype], 2 * eager_error if as_eager else 0.0)
         error = float((got.double() - right).norm()) / size
         assert error <= allowed, f"gradient of {name}: {error:.2e}, allowed {allowed:.2e}"
     assert ours["v"].stride() == torch.empty_like(v).stride()
@@ -100,13 +102,14 @@ def test_gradients_of_scaled_inputs(row: Row, factor: float) -> None:
 
 @norm_rows
 def test_gradients_survive_a_large_mean(row: Row) -> None:
-    """The two sums of each group are of normed values: mean 100 and deviation 0.01 cost no digits."""
+    """The two sums of each group are of normed values: mean 100 and deviation 0.01 cost no digits, as they do eager."""
     gen = generator(row.chain, "mean")
     v = 100 + 0.01 * randn(gen, 2, 8, 40, 51)
     own = draw_own(row, 8, gen, groups=4)
     if "bias" in own:  # otherwise the sigmoid is one everywhere
         own |= {"bias": torch.full((8, 1, 1), -100.0), "scale": 100 * own["scale"]}
-    check_gradients(row, v, own)
+    # A logsumexp adds values of 100, whose own digits are few.
+    check_gradients(row, v, own, as_eager="logsumexp" in row.chain)
 
 
 @norm_rows
