@@ -93,7 +93,7 @@ bool is_slower_in_parts(const ConvTiling& t, const ChainShape& chain) {
 // kernel.
 bool is_slower_as_small(const ConvTiling& t, const ChainShape& chain) {
   constexpr int kFewTiles = 4;
-  return chain.pools && t.bands * t.tiles_across * t.sub_tiles <= kFewTiles;
+  return chain.pools && tiles_per_sample(t) <= kFewTiles;
 }
 
 // Whether what is packed of a sample would take much more memory than the conv's input and output: of one
@@ -132,7 +132,7 @@ bool may_reside(const ConvPlan& plan, const Card& card) {
   const ConvTiling& t = plan.tiling;
   const bool folds = plan.parts == 2 && t.half_steps / 2 > kMostSumSteps;
   return plan.source == ConvSource::kSm90a && t.row_blocks == 1 && t.chunks == 1 && !folds &&
-         t.bands * t.tiles_across <= kGroups * card.multiprocessors;
+         tiles_per_sample(t) <= kGroups * card.multiprocessors;
 }
 
 ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-step, " + reason, {}, 0}; }

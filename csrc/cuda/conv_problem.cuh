@@ -84,10 +84,6 @@ constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
 using cuda::kGroups;
 constexpr int kConvThreads = kGroups * kGroupThreads;
 
-__host__ __device__ inline int tiles_per_sample(const ConvTiling& t) {
-  return t.bands * t.tiles_across * t.sub_tiles;
-}
-
 inline NormShape norm_shape(const ConvTiling& t, int groups) {
   NormShape shape{0, tiles_per_sample(t), groups, t.out_channels / groups, kWarpThreads};
   shape.share = 1.0 / (double(shape.channels) * t.out_size[0] * t.out_size[1]);

@@ -126,6 +126,11 @@ struct ConvTiling {
   int shared_bytes;
 };
 
+// Of one block of rows.
+FUSEDCONV_DEVICE inline int tiles_per_sample(const ConvTiling& t) {
+  return t.bands * t.tiles_across * t.sub_tiles;
+}
+
 // Where the row of the input that is `offset` below a tile's first row stands in shared memory.
 FUSEDCONV_DEVICE inline int row_slot(const ConvTiling& t, int offset) {
   return offset % t.stack * t.phase_rows + offset / t.stack;
