@@ -52,7 +52,9 @@ class LogSumExpPass : public PassBase {
     for (int f = 0; f < t.stack; ++f) {
       if (tile.row_block == 0) sum_ = {};
       const float* from = staging() + f * t.stack_channels * kPitch + column;
-      sum_.add(channel_logsumexp<float>(channels, 0, 1, [&](int c) { return from[c * kPitch]; }));
+      LogSumExp<float> of_block[1];
+      add_channels<1, 1>(of_block, 0, 1, channels, [&](int c, float* x) { *x = from[c * kPitch]; });
+      sum_.add(of_block[0]);
       if (tile.row_block + 1 == t.row_blocks) write(tile, column, f, sum_.value());
     }
   }

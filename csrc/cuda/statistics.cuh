@@ -17,6 +17,15 @@ struct Part {
   T m2;  // sum of squared deviations from the mean
 };
 
+// Some values: how many, and the sums of their deviations from a shift and of these squared.
+template <class T>
+struct alignas(4 * sizeof(T)) Deviations {
+  T count;
+  T shift;
+  T sum;
+  T squares;
+};
+
 // GroupNorm of one channel of one sample: (x - mean) * scale + shift. Aligned so that one load gets it.
 template <class T>
 struct alignas(4 * sizeof(T)) Norm {
@@ -48,6 +57,13 @@ struct Sums {
     const T delta = part.mean - shift;
     sum += T(part.count) * delta;
     squares += T(part.m2) + T(part.count) * delta * delta;
+  }
+
+  template <class P>
+  __device__ void add(const Deviations<P>& d, T shift) {
+    const T delta = T(d.shift) - shift;
+    sum += T(d.sum) + T(d.count) * delta;
+    squares += T(d.squares) + delta * (2 * T(d.sum) + T(d.count) * delta);
   }
 
   __device__ void add(const Sums& other) {

@@ -95,13 +95,12 @@ class TensorRun {
   }
 
   void plan(bool channels_last, const cuda::Card& card) {
-    constexpr int kKeptBytes = int(Chain::kKeepsConv ? sizeof(In) : sizeof(T));
     const cuda::TensorTraits traits{kNeedsStatistics,
                                     Chain::Reduce::kPools,
                                     Chain::Reduce::kReducesChannels,
                                     int(sizeof(In)),
-                                    kKeptBytes,
                                     int(sizeof(T)),
+                                    int(sizeof(Channel<T>)),
                                     kVector};
     const size_t output_vector = kVector * (output_.dtype == input_.dtype ? sizeof(In) : sizeof(T));
     const bool aligned =
@@ -163,7 +162,7 @@ class TensorRun {
     cudaLaunchConfig_t config{};
     config.gridDim = grid_of(work.pieces, cluster);
     config.blockDim = dim3(unsigned(work.plan.threads));
-    config.dynamicSmemBytes = size_t(work.plan.shared_bytes);
+    if (step != TensorStep::kFinish) config.dynamicSmemBytes = size_t(work.plan.shared_bytes);
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = cluster > 1 ? 1 : 0;

@@ -25,14 +25,28 @@ class DirectValues {
   }
 
   __device__ T value(int64_t c, int64_t p, const Channel<T>& channel) const {
-    const TensorShape& shape = work_.shape;
-    const int64_t place = shape.channels_last ? p * shape.channels + c : c * shape.pixels + p;
-    const T v =
-        widen<T>(static_cast<const In*>(work_.input)[sample_ * shape.channels * shape.pixels + place]);
-    return Chain::value(v, channel);
+    return Chain::value(widen<T>(*at(c, p)), channel);
+  }
+
+  // kCount pixels of channel c from p on or, kOfChannels, so many channels of pixel p from c on.
+  template <int kCount, bool kOfChannels>
+  __device__ void load(int64_t c, int64_t p, T* x) const {
+    const auto v = load_pack<kCount>(at(c, p));
+    Channel<T> channel = channel_at(c);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (kOfChannels && k > 0) channel = channel_at(c + k);
+      x[k] = Chain::value(widen<T>(v.element[k]), channel);
+    }
   }
 
  private:
+  __device__ const In* at(int64_t c, int64_t p) const {
+    const TensorShape& shape = work_.shape;
+    const int64_t place = shape.channels_last ? p * shape.channels + c : c * shape.pixels + p;
+    return static_cast<const In*>(work_.input) + sample_ * shape.channels * shape.pixels + place;
+  }
+
   const TensorWork<T>& work_;
   const int64_t sample_;
 };
@@ -66,64 +80,31 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
                                  Pack<T, 1>{Chain::Final::value(most, most, channel)});
 }
 
-// How a block's threads share pixels and their channels: neighbours have neighbours in memory.
-struct PixelThreads {
-  bool channels_last;
-  int lanes;  // of a pixel, where channels are last; else each warp has some channels of a warp's pixels
-
-  __host__ __device__ explicit PixelThreads(const TensorShape& shape)
-      : channels_last(shape.channels_last), lanes(lanes_of_channels(shape.channels_last, shape.channels)) {}
-
-  __host__ __device__ int pixels() const { return channels_last ? kDirectThreads / lanes : kWarpThreads; }
-  __device__ int pixel() const { return channels_last ? threadIdx.x / lanes : threadIdx.x % kWarpThreads; }
-  __device__ int channel() const { return channels_last ? threadIdx.x % lanes : threadIdx.x / kWarpThreads; }
-  __host__ __device__ int channel_step() const {
-    return channels_last ? lanes : kDirectThreads / kWarpThreads;
-  }
-};
-
-// The first warp gets the sums of all warps.
-template <class T>
-__device__ void add_warps(LogSumExp<T>& sum) {
-  constexpr int kWarps = kDirectThreads / kWarpThreads;
-  __shared__ T most[kDirectThreads];
-  __shared__ T sums[kDirectThreads];
-  most[threadIdx.x] = sum.most;
-  sums[threadIdx.x] = sum.sum;
-  __syncthreads();
-  if (threadIdx.x >= kWarpThreads) return;
-#pragma unroll
-  for (int w = 1; w < kWarps; ++w) {
-    const int i = w * kWarpThreads + threadIdx.x;
-    sum.add(LogSumExp<T>{most[i], sums[i]});
-  }
+template <class Chain, class In, int kCount, bool kOfChannels>
+__device__ void reduce_channels(const TensorWork<Compute<In>>& work, int64_t sample, int64_t block) {
+  using T = Compute<In>;
+  constexpr int kChannels = kOfChannels ? kCount : 1;  // that one wide load meets
+  constexpr int kPixels = kOfChannels ? 1 : kCount;
+  const TensorShape& shape = work.shape;
+  const ReducingThread thread(shape.channels_last, work.plan.reducing_lanes);
+  const int64_t p = (block * thread.pixels + thread.pixel) * kPixels;
+  const bool exists = p < shape.pixels;
+  const DirectValues<Chain, In> values(work, sample);
+  T y[kPixels];
+  thread.logsumexp<Chain, kChannels>(y, exists ? shape.channels : 0,
+                                     [&](int64_t c, T* x) { values.template load<kCount, kOfChannels>(c, p, x); });
+  if (exists) OutputPixels<In>(work.output, sample).store(thread, p, y);
 }
 
 template <class Chain, class In>
-__global__ void __launch_bounds__(kDirectThreads, 1)
+__global__ void __launch_bounds__(kDirectThreads, 2)
     tensor_logsumexp(const __grid_constant__ TensorWork<Compute<In>> work, int64_t blocks_per_sample) {
-  using T = Compute<In>;
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
-  const PixelThreads threads(work.shape);
-  const int64_t p = block_index() % blocks_per_sample * threads.pixels() + threads.pixel();
-  const bool exists = p < work.shape.pixels;
-  const DirectValues<Chain, In> values(work, sample);
-  LogSumExp<T> sum =
-      channel_logsumexp<T>(exists ? work.shape.channels : 0, threads.channel(), threads.channel_step(),
-                           [&](int64_t c) { return values.value(c, p, values.channel_at(c)); });
-  if (threads.channels_last) {
-    sum.add_lanes(threads.lanes);
-  } else {
-    add_warps(sum);
-  }
-  if (!exists || threads.channel() > 0) return;
-  const T y = sum.value();
-  const int64_t* stride = work.output.stride;
-  const int64_t cols = work.output.size[3];
-  OutputMemory<In>(work.output)
-      .store(sample * stride[0] + p / cols * stride[2] + p % cols * stride[3],
-             Pack<T, 1>{Chain::Final::value(y, y, make_channel<T>(work.arguments, 0))});
+  const int64_t block = block_index() % blocks_per_sample;
+  visit_width<In>(work, [&](auto count, auto of_channels) {
+    reduce_channels<Chain, In, decltype(count)::value, decltype(of_channels)::value>(work, sample, block);
+  });
 }
 
 template <class Chain, class In>
@@ -135,7 +116,9 @@ cudaError_t launch_direct(const TensorWork<Compute<In>>& work, cudaStream_t stre
     tensor_max_pool<Chain, In>
         <<<grid_of(shape.samples * blocks, 1), kDirectThreads, 0, stream>>>(work, blocks);
   } else {
-    const int64_t blocks = cuda::divide_up(shape.pixels, PixelThreads(shape).pixels());
+    const int pixels_of_load = shape.channels_last ? 1 : work.plan.width;
+    const int pixels_of_block = kDirectThreads / work.plan.reducing_lanes * pixels_of_load;
+    const int64_t blocks = cuda::divide_up(shape.pixels, pixels_of_block);
     tensor_logsumexp<Chain, In>
         <<<grid_of(shape.samples * blocks, 1), kDirectThreads, 0, stream>>>(work, blocks);
   }

@@ -1,5 +1,5 @@
-// One piece of a tensor, one block: it reads its values once and keeps them in shared memory, takes their
-// moments, and ends the chain, or does one of both.
+// One piece of a tensor, one block: it keeps its values in shared memory, takes their moments, and ends the
+// chain, or does one of both.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -9,13 +9,6 @@
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
-
-// Sums over some values: of their deviations from a shift, and of these squared.
-template <class T>
-struct alignas(2 * sizeof(T)) Deviations {
-  T sum;
-  T square;
-};
 
 extern __shared__ __align__(128) uint8_t shared_memory[];
 
@@ -30,19 +23,37 @@ class PieceOfChain {
         piece_(piece_of_block(work.shape, work.plan)),
         share_(work.plan, work.shape.channels_last) {}
 
-  __device__ void run() {
-    load();
+  __device__ void run() const {
     if constexpr (Chain::kNeedsStatistics) {
-      if (work_.step == TensorStep::kFinish) {
-        norms_ = work_.norms + piece_.sample * work_.shape.channels + piece_.channel;
-      } else {
-        take_moments();
-        if (work_.step == TensorStep::kMoments) return write_parts();
-        set_norms();
-      }
+      if (work_.step == TensorStep::kWhole) return run_whole();
+      if (work_.step == TensorStep::kMoments) return write_moments();
     }
     if constexpr (Chain::Reduce::kStores) {
-      store();
+      const In* const input = static_cast<const In*>(work_.input);
+      store([&](int c, int p) { return load_pack<kCount>(input + offset(c, p)); },
+            [&](int c) { return channel_from_memory(c); });
+    }
+  }
+
+ private:
+  static constexpr int kChannels = kOfChannels ? kCount : 1;  // that one wide load meets
+  static constexpr int kPixels = kOfChannels ? 1 : kCount;
+  __device__ static int channel_of(int k) { return kOfChannels ? k : 0; }
+
+  // ---- the steps ----
+
+  __device__ void run_whole() const {
+    arrive_at_cluster();
+    load();
+    take_moments();
+    wait_for_cluster();  // every block of it has started: its memory may be written
+    share_moments();
+    sync_cluster();
+    set_norms();
+    __syncthreads();
+    if constexpr (Chain::Reduce::kStores) {
+      store([&](int c, int p) { return load_pack<kCount>(tile() + tile_offset(c, p)); },
+            [&](int c) { return channels()[c]; });
     } else if constexpr (Chain::Reduce::kPools) {
       pool();
     } else {
@@ -50,14 +61,21 @@ class PieceOfChain {
     }
   }
 
- private:
-  using Kept = std::conditional_t<Chain::kKeepsConv, In, T>;
-  static constexpr int kChannels = kOfChannels ? kCount : 1;  // that one wide load meets
-  __device__ static int channel_of(int k) { return kOfChannels ? k : 0; }
-
-  struct Parameters {
-    Channel<T> channel[kChannels];
-  };
+  __device__ void write_moments() const {
+    load();
+    take_moments();
+    const TensorShape& shape = work_.shape;
+    const int64_t parts_per_group = plan_.units_per_group * plan_.slices;
+    const int64_t first_group = piece_.channel / (shape.channels / shape.groups);
+    const int64_t part = piece_.unit % plan_.units_per_group * plan_.slices + piece_.slice;
+    sum_groups([&](int g, int lane, int, const Deviations<double>& d) {
+      if (lane > 0) return;
+      const double offset = d.sum / d.count;
+      const double m2 = d.squares - d.sum * offset;
+      work_.parts[(piece_.sample * shape.groups + first_group + g) * parts_per_group + part] = {
+          d.count, d.shift + offset, m2 < 0 ? 0 : m2};  // keeps NaN
+    });
+  }
 
   // ---- where things are ----
 
@@ -67,13 +85,16 @@ class PieceOfChain {
     return work_.shape.channels_last;
   }
 
-  __device__ Kept* tile() const { return reinterpret_cast<Kept*>(shared_memory); }
-  __device__ Deviations<T>* sums() const {
-    return reinterpret_cast<Deviations<T>*>(shared_memory + plan_.sums_at);
+  __device__ In* tile() const { return reinterpret_cast<In*>(shared_memory); }
+  __device__ Deviations<T>* parts() const {
+    return reinterpret_cast<Deviations<T>*>(shared_memory + plan_.parts_at);
   }
-  __device__ Moments* moments() const { return reinterpret_cast<Moments*>(shared_memory + plan_.moments_at); }
-  __device__ T* shifts() const { return reinterpret_cast<T*>(shared_memory + plan_.shifts_at); }
-  __device__ Norm<T>* own_norms() const { return reinterpret_cast<Norm<T>*>(shared_memory + plan_.norms_at); }
+  __device__ Deviations<double>* moments() const {
+    return reinterpret_cast<Deviations<double>*>(shared_memory + plan_.moments_at);
+  }
+  __device__ Channel<T>* channels() const {
+    return reinterpret_cast<Channel<T>*>(shared_memory + plan_.channels_at);
+  }
 
   __device__ int tile_offset(int c, int p) const {
     return channels_last() ? p * plan_.unit_channels + c : c * plan_.slice_pixels + p;
@@ -91,34 +112,35 @@ class PieceOfChain {
   __device__ int group_channels() const { return cuts_groups() ? piece_.channels : plan_.group_channels; }
   __device__ int groups() const { return cuts_groups() ? 1 : piece_.channels / plan_.group_channels; }
 
-  __device__ Channel<T> channel_at(int c) const {
+  __device__ Channel<T> channel_from_memory(int c) const {
     Channel<T> channel = make_channel<T>(work_.arguments, piece_.channel + c);
-    if (norms_ != nullptr) set_norm(channel, norms_[c]);
+    if constexpr (Chain::kNeedsStatistics)
+      set_norm(channel, work_.norms[piece_.sample * work_.shape.channels + piece_.channel + c]);
     return channel;
-  }
-  __device__ Parameters parameters_at(int c) const {
-    Parameters parameters;
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) parameters.channel[k] = channel_at(c + k);
-    return parameters;
   }
 
   // ---- load ----
 
+  // The values, and the channels' parameters: as long as there is no norm, its weight and bias.
   __device__ void load() const {
-    const In* const input = static_cast<const In*>(work_.input);
-    if constexpr (Chain::kKeepsConv && kCount == 1) {
-      if (is_run()) return copy_run(input + offset(0, 0));
+    copy_values();
+    for (int c = threadIdx.x; c < piece_.channels; c += blockDim.x) {
+      Channel<T> channel = make_channel<T>(work_.arguments, piece_.channel + c);
+      channel.norm_scale = value_of<T>(work_.arguments.norm_weight, piece_.channel + c, T(1));
+      channel.norm_shift = value_of<T>(work_.arguments.norm_bias, piece_.channel + c);
+      channels()[c] = channel;
     }
+    wait_for_copies();
+    __syncthreads();
+  }
+
+  __device__ void copy_values() const {
+    const In* const input = static_cast<const In*>(work_.input);
+    if (kCount == 1 && is_run()) return copy_run(input + offset(0, 0));
     share_.for_each_channel(piece_, [&](int c) {
-      if constexpr (Chain::kKeepsConv) {
-        share_.for_each_pixel(
-            piece_, [&](int p) { copy_pack<kCount>(tile() + tile_offset(c, p), input + offset(c, p)); });
-      } else {
-        load_and_apply_pre(input, c);
-      }
+      share_.for_each_pixel(piece_,
+                            [&](int p) { copy_pack<kCount>(tile() + tile_offset(c, p), input + offset(c, p)); });
     });
-    if (Chain::kKeepsConv) wait_for_copies();
   }
 
   // Whether the piece is one run of memory that wide loads may start with.
@@ -136,230 +158,268 @@ class PieceOfChain {
     for (int i = threadIdx.x * kWide; i < wide_count; i += blockDim.x * kWide)
       copy_pack<kWide>(tile() + i, from + i);
     for (int i = wide_count + threadIdx.x; i < count; i += blockDim.x) copy_pack<1>(tile() + i, from + i);
-    wait_for_copies();
-    __syncthreads();
-  }
-
-  __device__ void load_and_apply_pre(const In* input, int c) const {
-    constexpr int kBatch =
-        kCount == 1 ? 4 : 8 / kCount;  // loads on their way at a time, as far as registers go
-    const Parameters parameters = parameters_at(c);
-    for (int first = share_.pixel; first < piece_.pixels; first += kBatch * share_.pixel_step) {
-      Pack<In, kCount> x[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int p = first + i * share_.pixel_step;
-        if (p < piece_.pixels) x[i] = load_pack<kCount>(input + offset(c, p));
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int p = first + i * share_.pixel_step;
-        if (p >= piece_.pixels) continue;
-        Pack<Kept, kCount> kept;
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          const T v = widen<T>(x[i].element[k]);
-          kept.element[k] = Chain::Pre::value(v, v, parameters.channel[channel_of(k)]);
-        }
-        store_pack(tile() + tile_offset(c, p), kept);
-      }
-    }
   }
 
   // ---- moments ----
 
-  // Of each group in this piece. The second pass takes them about the mean that the first gave: so a mean
-  // much larger than the deviation costs no digits.
+  // Of parts of the piece: each thread takes its values about the first of them, so that neither a mean much
+  // larger than the deviation nor a few values far from the others cost digits.
   __device__ void take_moments() const {
-    for (int g = threadIdx.x; g < groups(); g += blockDim.x) shifts()[g] = 0;
-    __syncthreads();
-    for (int pass = 0; pass < 2; ++pass) {
-      sum_channels();
-      __syncthreads();
-      sum_groups();
-      __syncthreads();
-    }
-  }
-
-  __device__ void sum_channels() const {
     for (int first = 0; first < piece_.channels; first += share_.channel_step) {
       const int c = first + share_.channel;
       const bool exists = share_.exists && c < piece_.channels;
-      Deviations<T> sums_of_thread[kChannels]{};
-      if (exists) sum_pixels(c, sums_of_thread);
+      Deviations<T> of_thread[kChannels]{};
+      if (exists) take_pixels(c, of_thread);
+      const int index = share_.line * parts_per_line() + (are_together() ? c / kChannels : c);
 #pragma unroll
       for (int k = 0; k < kChannels; ++k) {
-        Deviations<T> d = sums_of_thread[k];
-        for (int distance = 1; distance < plan_.lanes; distance *= 2) {
-          d.sum += __shfl_xor_sync(~0u, d.sum, distance);
-          d.square += __shfl_xor_sync(~0u, d.square, distance);
-        }
-        if (exists && share_.lane == 0) sums()[share_.line * plan_.unit_channels + c + k] = d;
+        if (k > 0 && are_together()) break;
+        const Deviations<T> part = joined(of_thread[k]);
+        if (exists && share_.lane == 0) parts()[index + k] = part;
       }
     }
+    __syncthreads();
   }
 
-  __device__ void sum_pixels(int c, Deviations<T> (&sums)[kChannels]) const {
-    T shift[kChannels];
+  // Whether the channels that a wide load meets are one part.
+  __device__ bool are_together() const { return !kOfChannels || plan_.part_channels > 1; }
+  __device__ int parts_per_line() const { return plan_.unit_channels / plan_.part_channels; }
+
+  // Of each channel; or of all together, as the first's.
+  __device__ void take_pixels(int c, Deviations<T> (&deviations)[kChannels]) const {
+    if (share_.pixel >= piece_.pixels) return;
+    const bool together = are_together();
+    T shift[kChannels], sum[kCount]{}, squares[kCount]{};
+    const auto first = values_at(c, share_.pixel);
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) shift[k] = shifts()[(c + k) / group_channels()];
+    for (int k = 0; k < kChannels; ++k) shift[k] = together ? first.element[0] : first.element[k];
+    int loads = 0;
     share_.for_each_pixel(piece_, [&](int p) {
-      const auto x = load_pack<kCount>(tile() + tile_offset(c, p));
+      const auto x = values_at(c, p);
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        const T deviation = kept_before_norm(x.element[k]) - shift[channel_of(k)];
-        sums[channel_of(k)].sum += deviation;
-        sums[channel_of(k)].square += deviation * deviation;
+        const T deviation = x.element[k] - shift[channel_of(k)];
+        sum[k] += deviation;
+        squares[k] += deviation * deviation;
       }
+      ++loads;
     });
-  }
-
-  // What was kept is Pre(v), or v where there is no Pre.
-  __device__ static T kept_before_norm(Kept x) {
-    static_assert(
-        !Chain::kNeedsStatistics || !Chain::kKeepsConv || std::is_same_v<typename Chain::Pre, Sequence<>>,
-        "statistics of Pre(v), while v is kept, would need the parameters here");
-    return widen<T>(x);
-  }
-
-  // A warp for each group.
-  __device__ void sum_groups() const {
-    const int lane = threadIdx.x % kWarpThreads;
-    const int count = plan_.pixel_threads / plan_.lanes * group_channels();
-    for (int g = threadIdx.x / kWarpThreads; g < groups(); g += blockDim.x / kWarpThreads) {
-      Deviations<double> total{};
-      for (int i = lane; i < count; i += kWarpThreads) {
-        const int line = i / group_channels();
-        const int c = i % group_channels() + g * group_channels();
-        const Deviations<T> d = sums()[line * plan_.unit_channels + c];
-        total.sum += double(d.sum);
-        total.square += double(d.square);
-      }
+    if (together) {
 #pragma unroll
-      for (int distance = 1; distance < kWarpThreads; distance *= 2) {
-        total.sum += __shfl_xor_sync(~0u, total.sum, distance);
-        total.square += __shfl_xor_sync(~0u, total.square, distance);
+      for (int k = 1; k < kCount; ++k) {
+        sum[0] += sum[k];
+        squares[0] += squares[k];
       }
-      if (lane > 0) continue;
-      const double n = double(group_channels()) * piece_.pixels;
-      const double m2 = total.square - total.sum * total.sum / n;
-      const double mean = double(shifts()[g]) + total.sum / n;
-      moments()[g] = {n, mean, m2 < 0 ? 0 : m2};  // keeps NaN
-      shifts()[g] = T(mean);
     }
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k)
+      deviations[k] = {T(loads * (together ? kCount : 1)), shift[k], sum[k], squares[k]};
   }
 
-  __device__ void write_parts() const {
-    const TensorShape& shape = work_.shape;
-    const int64_t parts_per_group = plan_.units_per_group * plan_.slices;
-    const int64_t first_group = piece_.channel / (shape.channels / shape.groups);
-    const int64_t part = piece_.unit % plan_.units_per_group * plan_.slices + piece_.slice;
-    for (int g = threadIdx.x; g < groups(); g += blockDim.x) {
-      const Moments m = moments()[g];
-      work_.parts[(piece_.sample * shape.groups + first_group + g) * parts_per_group + part] = {m.count,
-                                                                                                m.mean, m.m2};
+  // What the norm gets.
+  __device__ Pack<T, kCount> values_at(int c, int p) const {
+    const auto v = load_pack<kCount>(tile() + tile_offset(c, p));
+    Pack<T, kCount> x;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      x.element[k] = widen<T>(v.element[k]);
+      if constexpr (!std::is_same_v<typename Chain::Pre, Sequence<>>)
+        x.element[k] = Chain::Pre::value(x.element[k], x.element[k], channels()[c + channel_of(k)]);
+    }
+    return x;
+  }
+
+  // With those of the lanes that have the same channel, about their mean.
+  __device__ Deviations<T> joined(Deviations<T> d) const {
+    if (plan_.lanes == 1) return d;
+    const T shift = __shfl_sync(~0u, d.shift, lane_of_thread() / plan_.lanes * plan_.lanes);
+    Sums<double> sums{};
+    sums.add(d, shift);
+    T count = d.count;
+    for (int distance = 1; distance < plan_.lanes; distance *= 2) {
+      sums.add({__shfl_xor_sync(~0u, sums.sum, distance), __shfl_xor_sync(~0u, sums.squares, distance)});
+      count += __shfl_xor_sync(~0u, count, distance);
+    }
+    const T mean = count > 0 ? shift + T(sums.sum) / count : shift;
+    Sums<double> about_mean{};
+    about_mean.add(Deviations<double>{count, shift, sums.sum, sums.squares}, mean);
+    return {count, mean, T(about_mean.sum), T(about_mean.squares)};
+  }
+
+  // Calls give(group, lane, lanes, its moments) in so many lanes for each group of the piece.
+  template <class Give>
+  __device__ void sum_groups(const Give& give) const {
+    const int lanes = plan_.group_lanes;
+    const int lane = threadIdx.x % lanes;
+    const int per_line = parts_per_line();
+    const int per_group = group_channels() / plan_.part_channels;
+    const int count = plan_.pixel_threads / plan_.lanes * per_group;
+    for (int first = 0; first < groups(); first += blockDim.x / lanes) {
+      const int g = first + threadIdx.x / lanes;
+      const bool exists = g < groups();
+      const Deviations<T>* const of_group = parts() + g * per_group;
+      const double shift = exists ? of_group[0].shift : 0;  // the first part is never empty
+      Sums<double> sums{};
+      for (int i = lane; exists && i < count; i += lanes)
+        sums.add(of_group[i / per_group * per_line + i % per_group], shift);
+      sums.add_lanes(lanes);
+      const double n = double(group_channels()) * piece_.pixels;
+      if (exists) give(g, lane, lanes, {n, shift, sums.sum, sums.squares});
     }
   }
 
   // ---- norms, from the moments of all pieces of a group: the cluster's ----
 
-  __device__ void set_norms() {
-    sync_cluster();
-    for (int c = threadIdx.x; c < piece_.channels; c += blockDim.x) {
-      const Moments m = moments_of_group(c / group_channels());
-      Channel<T> channel{};
-      set_norm(channel, work_.arguments, piece_.channel + c, m.mean,
-               1.0 / sqrt(m.m2 / m.count + work_.arguments.eps));
-      own_norms()[c] = {channel.mean, channel.norm_scale, channel.norm_shift};
-    }
-    norms_ = own_norms();
-    sync_cluster();  // before a block may end, the others have read its moments
+  // To every block of the cluster.
+  __device__ void share_moments() const {
+    const int blocks = int(plan_.slices);
+    sum_groups([&](int g, int lane, int lanes, const Deviations<double>& d) {
+      for (int block = lane; block < blocks; block += lanes)
+        *of_block(moments() + piece_.slice * groups() + g, block) = d;
+    });
   }
 
-  __device__ Moments moments_of_group(int g) const {
-#if __CUDA_ARCH__ >= 900
-    if (plan_.slices > 1) {
-      Moments all{};
-      for (int block = 0; block < plan_.slices; ++block)
-        all = combine(all, *cooperative_groups::this_cluster().map_shared_rank(moments() + g, block));
-      return all;
+  __device__ void set_norms() const {
+    const double share = 1.0 / (double(group_channels()) * double(work_.shape.pixels));
+    for (int c = threadIdx.x; c < piece_.channels; c += blockDim.x) {
+      const Deviations<double>* const of_group = moments() + c / group_channels();
+      const double shift = of_group->shift;
+      Sums<double> sums{};
+      for (int block = 0; block < plan_.slices; ++block) sums.add(of_group[block * groups()], shift);
+      Channel<T>& channel = channels()[c];
+      set_norm(channel, norm_of<T>(sums, shift, share, work_.arguments.eps, channel.norm_scale,
+                                   channel.norm_shift));
     }
+  }
+
+  // ---- the cluster; a block alone needs none ----
+
+#if __CUDA_ARCH__ >= 900
+  __device__ bool is_cluster() const { return plan_.slices > 1; }
+#else
+  __device__ static constexpr bool is_cluster() { return false; }
 #endif
-    return moments()[g];
+
+  // The same place in the shared memory of another block.
+  template <class Value>
+  __device__ Value* of_block(Value* value, [[maybe_unused]] int block) const {
+#if __CUDA_ARCH__ >= 900
+    if (is_cluster()) return cooperative_groups::this_cluster().map_shared_rank(value, block);
+#endif
+    return value;
+  }
+
+  __device__ void arrive_at_cluster() const {
+#if __CUDA_ARCH__ >= 900
+    if (is_cluster()) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+  }
+
+  __device__ void wait_for_cluster() const {
+#if __CUDA_ARCH__ >= 900
+    if (is_cluster()) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
   }
 
   __device__ void sync_cluster() const {
 #if __CUDA_ARCH__ >= 900
-    if (plan_.slices > 1) return cooperative_groups::this_cluster().sync();
+    if (is_cluster()) return cooperative_groups::this_cluster().sync();
 #endif
     __syncthreads();
   }
 
   // ---- the end of the chain ----
 
-  __device__ void store() const {
+  // load(c, p) gives what the tensor holds there, channel_at(c) the parameters.
+  template <class Load, class ChannelAt>
+  __device__ void store(const Load& load, const ChannelAt& channel_at) const {
+    constexpr int kBatch = kCount > 4 ? 2 : 4;  // loads on their way at a time, as far as registers go
     const OutputMemory<In> output(work_.output);
     share_.for_each_channel(piece_, [&](int c) {
-      const Parameters parameters = parameters_at(c);
-      share_.for_each_pixel(piece_, [&](int p) {
-        const auto x = load_pack<kCount>(tile() + tile_offset(c, p));
-        Pack<T, kCount> y;
+      Channel<T> channels[kChannels];
 #pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          const Channel<T>& channel = parameters.channel[channel_of(k)];
-          const T value = Chain::pointwise(widen<T>(x.element[k]), channel);
-          y.element[k] = Chain::Final::value(value, value, channel);
+      for (int k = 0; k < kChannels; ++k) channels[k] = channel_at(c + k);
+      for (int first = share_.pixel; first < piece_.pixels; first += kBatch * share_.pixel_step) {
+        Pack<In, kCount> v[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int p = first + i * share_.pixel_step;
+          if (p < piece_.pixels) v[i] = load(c, p);
         }
-        output.store(offset(c, p), y);
-      });
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int p = first + i * share_.pixel_step;
+          if (p < piece_.pixels) output.store(offset(c, p), finished(v[i], channels));
+        }
+      }
     });
   }
 
-  // Neighbouring threads have windows that are neighbours in memory.
+  __device__ static Pack<T, kCount> finished(const Pack<In, kCount>& v,
+                                             const Channel<T> (&channels)[kChannels]) {
+    Pack<T, kCount> y;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const Channel<T>& channel = channels[channel_of(k)];
+      const T value = Chain::value(widen<T>(v.element[k]), channel);
+      y.element[k] = Chain::Final::value(value, value, channel);
+    }
+    return y;
+  }
+
+  // Neighbouring threads have windows that are neighbours in memory: so many lanes the columns of a row of
+  // windows or, where channels are last, the channels of a window.
   __device__ void pool() const {
-    const OutputMemory<In> output(work_.output);
     const int window_rows = int(work_.arguments.pool[0]);
-    const int window_cols = int(work_.arguments.pool[1]);
     const int cols = int(work_.shape.window_pixels / window_rows);
     const int pooled_rows = piece_.pixels / cols / window_rows;
-    const int pooled_cols = cols / window_cols;
-    const int64_t first_row = piece_.pixel / work_.shape.window_pixels;
-    for (int i = threadIdx.x; i < piece_.channels * pooled_rows * pooled_cols; i += blockDim.x) {
-      const int pooled = pooled_rows * pooled_cols;
-      const int c = channels_last() ? i % piece_.channels : i / pooled;
-      const int window = channels_last() ? i / piece_.channels : i % pooled;
-      const int row = window / pooled_cols;
-      const int col = window % pooled_cols;
-      const Channel<T> channel = channel_at(c);
-      const T most = window_maximum<T>(window_rows, window_cols, [&](int r, int q) {
-        const int p = (row * window_rows + r) * cols + col * window_cols + q;
-        return Chain::pointwise(widen<T>(tile()[tile_offset(c, p)]), channel);
-      });
-      const int64_t* stride = work_.output.stride;
-      output.store(piece_.sample * stride[0] + (piece_.channel + c) * stride[1] +
-                       (first_row + row) * stride[2] + col * stride[3],
-                   Pack<T, 1>{Chain::Final::value(most, most, channel)});
+    const int pooled_cols = cols / int(work_.arguments.pool[1]);
+    const int lanes = lanes_of(channels_last() ? piece_.channels : pooled_cols);
+    const int lane = threadIdx.x % lanes;
+    const int lines = channels_last() ? pooled_rows * pooled_cols : piece_.channels * pooled_rows;
+    for (int line = threadIdx.x / lanes; line < lines; line += blockDim.x / lanes) {
+      if (channels_last()) {
+        for (int c = lane; c < piece_.channels; c += lanes)
+          pool_window(channels()[c], c, line / pooled_cols, line % pooled_cols, cols);
+      } else {
+        const int c = line / pooled_rows;
+        const Channel<T> channel = channels()[c];
+        for (int col = lane; col < pooled_cols; col += lanes)
+          pool_window(channel, c, line % pooled_rows, col, cols);
+      }
     }
   }
 
+  __device__ void pool_window(const Channel<T>& channel, int c, int row, int col, int cols) const {
+    const int window_rows = int(work_.arguments.pool[0]);
+    const int window_cols = int(work_.arguments.pool[1]);
+    const int first = row * window_rows * cols + col * window_cols;
+    const T most = window_maximum<T>(window_rows, window_cols, [&](int r, int q) {
+      return Chain::value(widen<T>(tile()[tile_offset(c, first + r * cols + q)]), channel);
+    });
+    const int64_t* stride = work_.output.stride;
+    const int64_t first_row = piece_.pixel / work_.shape.window_pixels;
+    OutputMemory<In>(work_.output)
+        .store(piece_.sample * stride[0] + (piece_.channel + c) * stride[1] + (first_row + row) * stride[2] +
+                   col * stride[3],
+               Pack<T, 1>{Chain::Final::value(most, most, channel)});
+  }
+
   __device__ void reduce_channels() const {
-    const OutputMemory<In> output(work_.output);
-    const int lanes = lanes_of_channels(channels_last(), piece_.channels);
-    const int pixels_at_once = blockDim.x / lanes;
-    for (int first = 0; first < piece_.pixels; first += pixels_at_once) {
-      const int p = first + threadIdx.x / lanes;
+    const ReducingThread thread(channels_last(), plan_.reducing_lanes);
+    const OutputPixels<In> output(work_.output, piece_.sample);
+    const int loads = (piece_.pixels + kPixels - 1) / kPixels;
+    for (int first = 0; first < loads; first += thread.pixels) {
+      const int p = (first + thread.pixel) * kPixels;
       const bool exists = p < piece_.pixels;
-      LogSumExp<T> sum = channel_logsumexp<T>(
-          exists ? piece_.channels : 0, threadIdx.x % lanes, lanes,
-          [&](int c) { return Chain::pointwise(widen<T>(tile()[tile_offset(c, p)]), channel_at(c)); });
-      sum.add_lanes(lanes);
-      const T y = sum.value();
-      if (!exists || threadIdx.x % lanes > 0) continue;
-      const int64_t pixel = piece_.pixel + p;
-      const int64_t* stride = work_.output.stride;
-      const int64_t cols = work_.output.size[3];
-      output.store(piece_.sample * stride[0] + pixel / cols * stride[2] + pixel % cols * stride[3],
-                   Pack<T, 1>{Chain::Final::value(y, y, make_channel<T>(work_.arguments, 0))});
+      T y[kPixels];
+      thread.logsumexp<Chain, kChannels>(y, exists ? piece_.channels : 0, [&](int c, T* x) {
+        const auto v = load_pack<kCount>(tile() + tile_offset(c, p));
+#pragma unroll
+        for (int k = 0; k < kCount; ++k)
+          x[k] = Chain::value(widen<T>(v.element[k]), channels()[c + channel_of(k)]);
+      });
+      if (exists) output.store(thread, piece_.pixel + p, y);
     }
   }
 
@@ -367,7 +427,6 @@ class PieceOfChain {
   const TensorPlan& plan_;
   const Piece piece_;
   const ThreadShare<kCount, kOfChannels> share_;
-  const Norm<T>* norms_ = nullptr;  // of the piece's first channel, once they are known
 };
 
 // Of a multiprocessor, by registers: while one loads, another computes. Doubles take too many.
@@ -377,18 +436,10 @@ constexpr int kLeastBlocks = sizeof(T) == sizeof(double) ? 1 : 2;
 template <class Chain, class In>
 __global__ void __launch_bounds__(cuda::kMostThreads, kLeastBlocks<Compute<In>>)
     tensor_chain(const __grid_constant__ TensorWork<Compute<In>> work) {
-  constexpr int kWide = kVectorBytes / int(sizeof(In));
   if (block_index() >= work.pieces) return;
-  const int width = work.plan.width;
-  if (width == 1) {
-    PieceOfChain<Chain, In, 1, false>(work).run();
-  } else if (work.shape.channels_last) {
-    PieceOfChain<Chain, In, kWide, true>(work).run();
-  } else if (width == kWide) {
-    PieceOfChain<Chain, In, kWide, false>(work).run();
-  } else {
-    PieceOfChain<Chain, In, kWide / 2, false>(work).run();
-  }
+  visit_width<In>(work, [&](auto count, auto of_channels) {
+    PieceOfChain<Chain, In, decltype(count)::value, decltype(of_channels)::value>(work).run();
+  });
 }
 
 }  // namespace FUSEDCONV_TARGET

@@ -41,6 +41,24 @@ inline dim3 grid_of(int64_t blocks, int64_t multiple) {
 
 __device__ inline int64_t block_index() { return int64_t(blockIdx.y) * gridDim.x + blockIdx.x; }
 
+// Calls visit(count, of_channels), both known when compiled: a wide load holds so many pixels of a channel or,
+// of_channels, so many channels of a pixel.
+template <class In, class Work, class Visit>
+__device__ void visit_width(const Work& work, const Visit& visit) {
+  constexpr int kWide = kVectorBytes / int(sizeof(In));
+  constexpr int kWideChannels = kWide < cuda::kMostWideChannels ? kWide : cuda::kMostWideChannels;
+  const int width = work.plan.width;
+  if (width == 1) {
+    visit(std::integral_constant<int, 1>{}, std::false_type{});
+  } else if (work.shape.channels_last) {
+    visit(std::integral_constant<int, kWideChannels>{}, std::true_type{});
+  } else if (width == kWide) {
+    visit(std::integral_constant<int, kWide>{}, std::false_type{});
+  } else {
+    visit(std::integral_constant<int, kWide / 2>{}, std::false_type{});
+  }
+}
+
 struct Piece {
   int64_t sample;
   int64_t unit;

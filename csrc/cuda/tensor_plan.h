@@ -19,8 +19,8 @@ struct TensorTraits {
   bool pools;
   bool reduces_channels;
   int element_bytes;
-  int kept_bytes;  // of a value in shared memory
   int compute_bytes;
+  int channel_bytes;  // of a channel's parameters
   int vector;  // elements of one wide load
 };
 
@@ -50,16 +50,20 @@ struct TensorPlan {
   int channel_threads;
   int pixel_threads;
   int lanes;
-  // Where things lie in shared memory, in bytes.
-  int sums_at;
+  int part_channels;   // that have their moments taken together by each thread
+  int group_lanes;     // that add up the parts of a group
+  int reducing_lanes;  // that share the channels of a pixel, where those are reduced
+  // Where things lie in shared memory behind the values, in bytes.
+  int parts_at;
   int moments_at;
-  int shifts_at;
-  int norms_at;
+  int channels_at;
   int64_t shared_bytes;
 };
 
 constexpr int kWarp = 32;
+constexpr int kLineBytes = 128;  // of memory
 constexpr int kMostThreads = 512;
+constexpr int kMostWideChannels = 4;  // of a load: a thread has the parameters of each in registers
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t multiple) { return divide_up(a, multiple) * multiple; }
@@ -70,11 +74,35 @@ inline int power_of_two_from(int64_t least, int most) {
   return power;
 }
 
-inline void set_threads(TensorPlan& plan, const TensorShape& shape) {
-  constexpr int kLoadsOfThread = 8;
+inline int groups_of_piece(const TensorPlan& plan) { return plan.unit_channels / plan.group_channels; }
+
+inline void set_lanes(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
+  const bool wide_channels = shape.channels_last && plan.group_channels % plan.width == 0;
+  plan.part_channels = wide_channels ? plan.width : 1;
+  const int parts = plan.pixel_threads / plan.lanes * (plan.group_channels / plan.part_channels);
+  plan.group_lanes = power_of_two_from(parts, kWarp);
+  while (plan.group_lanes > 1 && plan.group_lanes * groups_of_piece(plan) > plan.threads)
+    plan.group_lanes /= 2;
+
+  if (shape.channels_last) {
+    plan.reducing_lanes = power_of_two_from(plan.unit_channels / plan.width, kWarp);
+  } else {  // at first, pixels by lines of memory; more lanes if threads would be left over
+    const int line = power_of_two_from(kLineBytes / (plan.width * traits.element_bytes), kWarp / 2);
+    const int64_t loads = divide_up(plan.slice_pixels, plan.width);
+    plan.reducing_lanes = kWarp / line;
+    while (plan.reducing_lanes < kWarp && 2 * plan.reducing_lanes * loads <= plan.threads)
+      plan.reducing_lanes *= 2;
+  }
+}
+
+// Large pieces have as many loads a thread as keep a multiprocessor's memory full of values under way, at the
+// registers that a thread takes; small ones have threads enough for all of their steps.
+inline void set_threads(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
+  constexpr int kLoadsOfThread = 16;
+  constexpr int kLeastThreads = 128;
   const int64_t loads = divide_up(int64_t(plan.unit_channels) * plan.slice_pixels, plan.width);
-  const int64_t threads = round_up(divide_up(loads, kLoadsOfThread), kWarp);
-  plan.threads = int(std::min<int64_t>(threads, kMostThreads));
+  plan.threads =
+      std::max(power_of_two_from(divide_up(loads, kLoadsOfThread), kMostThreads), kLeastThreads);
   if (shape.channels_last) {
     plan.lanes = 1;
     plan.channel_threads = std::min(plan.unit_channels / plan.width, plan.threads);
@@ -85,25 +113,24 @@ inline void set_threads(TensorPlan& plan, const TensorShape& shape) {
     plan.channel_threads = std::min(plan.unit_channels, lines);
     plan.pixel_threads = lines / plan.channel_threads * plan.lanes;
   }
+  set_lanes(plan, traits, shape);
 }
 
 inline void set_shared_memory(TensorPlan& plan, const TensorTraits& traits) {
   constexpr int64_t kAlignment = 32;
-  constexpr int64_t kMomentsBytes = 3 * sizeof(double);
   int64_t bytes = 0;
   const auto take = [&](int64_t count, int64_t size) {
     const int64_t at = bytes;
     bytes += round_up(count * size, kAlignment);
     return int(at);
   };
-  take(int64_t(plan.unit_channels) * plan.slice_pixels, traits.kept_bytes);
+  take(int64_t(plan.unit_channels) * plan.slice_pixels, traits.element_bytes);
   if (traits.needs_statistics) {
-    const int groups = plan.unit_channels / plan.group_channels;
-    plan.sums_at =
-        take(int64_t(plan.pixel_threads / plan.lanes) * plan.unit_channels, 2 * traits.compute_bytes);
-    plan.moments_at = take(groups, kMomentsBytes);
-    plan.shifts_at = take(groups, traits.compute_bytes);
-    plan.norms_at = take(plan.unit_channels, 4 * traits.compute_bytes);
+    const int64_t blocks = plan.resident ? plan.slices : 1;
+    plan.parts_at = take(int64_t(plan.pixel_threads / plan.lanes) * plan.unit_channels / plan.part_channels,
+                         4 * traits.compute_bytes);
+    plan.moments_at = take(blocks * groups_of_piece(plan), 4 * sizeof(double));
+    plan.channels_at = take(plan.unit_channels, traits.channel_bytes);
   }
   plan.shared_bytes = bytes;
 }
@@ -118,7 +145,7 @@ inline void set_piece(TensorPlan& plan, const TensorTraits& traits, const Tensor
   plan.units = unit_channels < of_group ? shape.groups * plan.units_per_group
                                         : divide_up(shape.channels, unit_channels);
   plan.slices = divide_up(shape.pixels, slice_pixels);
-  set_threads(plan, shape);
+  set_threads(plan, traits, shape);
   set_shared_memory(plan, traits);
 }
 
@@ -137,26 +164,33 @@ inline int64_t channels_of_groups(const TensorShape& shape, int64_t least, int w
 // cluster of blocks. strip_bytes: of neighbouring channels, at the least, where channels are last.
 inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
                           const Card& card, int strip_bytes) {
-  constexpr int64_t kBytes = 48 * 1024;  // of a block's values, where a cluster may have so many blocks
+  constexpr int64_t kBytes = 32 * 1024;  // of a block's values, where a cluster may have so many blocks
+  constexpr int64_t kLeastBytes = 4 * 1024;
   const bool last = shape.channels_last;
-  const int64_t channels =
-      traits.reduces_channels
-          ? shape.channels
-          : channels_of_groups(shape, last ? strip_bytes / traits.element_bytes : 1, last ? plan.width : 1);
+  const int64_t row_bytes = shape.pixels * traits.element_bytes;
+  const int64_t least_channels =
+      last ? strip_bytes / traits.element_bytes : divide_up(kLeastBytes, row_bytes);
+  const int64_t channels = traits.reduces_channels
+                               ? shape.channels
+                               : channels_of_groups(shape, least_channels, last ? plan.width : 1);
+  // Where samples are read again, they come from the L2 in part: that is better than a block alone on a
+  // multiprocessor, which loads and computes in turns.
+  const int64_t most_bytes = traits.reduces_channels ? card.shared_bytes / 2 : card.shared_bytes;
   const int most_blocks = card.capability >= 90 ? 8 : 1;
-  const int64_t bytes = channels * shape.pixels * traits.kept_bytes;
-  if (bytes > int64_t(most_blocks) * card.shared_bytes) return false;
+  const int64_t bytes = channels * row_bytes;
+  if (bytes > most_blocks * most_bytes) return false;
 
   const int blocks = power_of_two_from(divide_up(bytes, kBytes), most_blocks);
   // Shares of a channel that are less than a line of memory cost more than small pieces gain.
-  const int64_t line = last ? 1 : 128 / traits.element_bytes;
+  const int64_t line = last ? 1 : kLineBytes / traits.element_bytes;
   int fewer = blocks;
   while (fewer > 1 && shape.pixels < fewer * line) fewer /= 2;
   const int64_t unit = std::lcm(shape.window_pixels, int64_t(last ? 1 : plan.width));
   for (; fewer <= blocks; fewer *= 2) {
     const int64_t slice = round_up(divide_up(shape.pixels, fewer), unit);
+    plan.resident = true;
     set_piece(plan, traits, shape, channels, std::min(slice, shape.pixels));
-    plan.resident = plan.shared_bytes <= card.shared_bytes;
+    plan.resident = plan.shared_bytes <= most_bytes;
     if (plan.resident) return true;
   }
   return false;
@@ -175,7 +209,7 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
 inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
   constexpr int64_t kBytes = 16 * 1024;
   constexpr int64_t kMostChannels = 512;  // of a strip of channels
-  const int64_t values = kBytes / traits.kept_bytes;
+  const int64_t values = kBytes / traits.element_bytes;
   const int64_t of_group = shape.channels / shape.groups;
   if (shape.channels_last) {
     const int64_t groups = std::min(std::max<int64_t>(kMostChannels / of_group, 1), shape.groups);
@@ -192,9 +226,12 @@ inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const Tens
 
 // Elements of the widest load that divides the tensor's rows: of 16 bytes or, without channels last, of 8.
 inline int widest_load(const TensorTraits& traits, const TensorShape& shape) {
-  const int64_t row = shape.channels_last ? shape.channels : shape.pixels;
-  if (row % traits.vector == 0) return traits.vector;
-  return !shape.channels_last && row % (traits.vector / 2) == 0 ? traits.vector / 2 : 1;
+  if (shape.channels_last) {
+    const int width = std::min(traits.vector, kMostWideChannels);
+    return shape.channels % width == 0 ? width : 1;
+  }
+  if (shape.pixels % traits.vector == 0) return traits.vector;
+  return shape.pixels % (traits.vector / 2) == 0 ? traits.vector / 2 : 1;
 }
 
 // aligned: wide loads and stores may start where the tensors start. It changes no partition.
@@ -205,7 +242,7 @@ inline TensorPlan plan_tensor(const TensorTraits& traits, const TensorShape& sha
   if (!traits.needs_statistics || !plan_resident(plan, traits, shape, card)) plan_pieces(plan, traits, shape);
   if (!aligned && plan.width > 1) {
     plan.width = 1;
-    set_threads(plan, shape);
+    set_threads(plan, traits, shape);
     set_shared_memory(plan, traits);
   }
   return plan;
