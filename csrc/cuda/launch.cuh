@@ -38,12 +38,13 @@ struct LaunchShape {
   int shared_bytes;
   bool overlaps;                // with the kernel before it: see Card
   bool is_cooperative = false;  // all blocks run at the same time, or the launch fails
+  int cluster = 1;              // blocks next to each other that can reach each other's shared memory
 };
 
 template <class... Parameters>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
                           const std::decay_t<Parameters>&... arguments) {
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[3]{};
   int count = 0;
   if (shape.overlaps) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -52,6 +53,10 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shap
   if (shape.is_cooperative) {
     attributes[count].id = cudaLaunchAttributeCooperative;
     attributes[count++].val.cooperative = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {unsigned(shape.cluster), 1, 1};
   }
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;

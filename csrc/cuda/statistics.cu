@@ -15,6 +15,7 @@ __global__ void __launch_bounds__(kNormThreads)
                           int64_t group_channels, double share, Arguments arguments, Norm<T>* norms) {
   constexpr int kWarps = kNormThreads / kWarpThreads;
   __shared__ Sums<double> of_warp[kWarps];
+  let_next_kernel_start();
   wait_for_earlier_kernels();
   for (int64_t group = blockIdx.x; group < groups; group += gridDim.x) {
     const Part<P>* of_group = parts + group * parts_per_group;

@@ -39,7 +39,11 @@ class TensorRun {
   using T = Compute<In>;
 
   TensorRun(const Problem& problem, void* memory, const cuda::Card& card)
-      : problem_(problem), workspace_(memory), input_(problem.input), output_(problem.output) {
+      : problem_(problem),
+        workspace_(memory),
+        input_(problem.input),
+        output_(problem.output),
+        overlaps_kernels_(card.overlaps_kernels) {
     const bool channels_last = !fits(false) && is_dense(input_, true);
     if (!is_dense(input_, channels_last))
       input_ = dense_tensor(input_, workspace_.take<In>(element_count(input_)), channels_last);
@@ -95,13 +99,8 @@ class TensorRun {
   }
 
   void plan(bool channels_last, const cuda::Card& card) {
-    const cuda::TensorTraits traits{kNeedsStatistics,
-                                    Chain::Reduce::kPools,
-                                    Chain::Reduce::kReducesChannels,
-                                    int(sizeof(In)),
-                                    int(sizeof(T)),
-                                    int(sizeof(Channel<T>)),
-                                    kVector};
+    const cuda::TensorTraits traits{kNeedsStatistics, Chain::Reduce::kPools, Chain::Reduce::kReducesChannels,
+                                    int(sizeof(In)),  int(sizeof(T)),        kVector};
     const size_t output_vector = kVector * (output_.dtype == input_.dtype ? sizeof(In) : sizeof(T));
     const bool aligned =
         is_aligned(input_.data, kVectorBytes) && (!kStores || is_aligned(output_.data, output_vector));
@@ -111,6 +110,8 @@ class TensorRun {
     work_.output = output_;
     work_.arguments = problem_.arguments;
     work_.pieces = work_.shape.samples * work_.plan.units * work_.plan.slices;
+    work_.share_of_value =
+        1 / (double(work_.shape.channels / work_.shape.groups) * double(work_.shape.pixels));
     if (kNeedsStatistics && !work_.plan.resident) {
       const int64_t groups = work_.shape.samples * work_.shape.groups;
       work_.parts = workspace_.take<Part<double>>(groups * parts_per_group());
@@ -134,39 +135,32 @@ class TensorRun {
 
   cudaError_t launch_chain(cudaStream_t stream) const {
     TensorWork<T> work = work_;
+    const bool overlaps = kNeedsStatistics && overlaps_kernels_;
     if constexpr (kNeedsStatistics) {
-      if (work.plan.resident) return launch_pieces(work, TensorStep::kWhole, stream);
-      if (const cudaError_t status = launch_pieces(work, TensorStep::kMoments, stream)) return status;
+      if (work.plan.resident) return launch_pieces(work, TensorStep::kWhole, false, stream);
+      if (const cudaError_t status = launch_pieces(work, TensorStep::kMoments, false, stream)) return status;
       if (const cudaError_t status = launch_group_statistics<T>(
               work.parts, parts_per_group(), work.shape.samples, work.shape.channels, work.shape.pixels,
-              work.arguments, norms_, false, stream))
+              work.arguments, norms_, overlaps, stream))
         return status;
       work.norms = norms_;
     }
     if constexpr (kStores) {
-      return launch_pieces(work, TensorStep::kFinish, stream);
+      return launch_pieces(work, TensorStep::kFinish, overlaps, stream);
     } else {
-      return launch_direct<Chain, In>(work, stream);
+      return launch_direct<Chain, In>(work, overlaps, stream);
     }
   }
 
   // Each block has a piece; those of a group are a cluster, where the step is the whole of the chain.
-  static cudaError_t launch_pieces(TensorWork<T>& work, TensorStep step, cudaStream_t stream) {
+  static cudaError_t launch_pieces(TensorWork<T>& work, TensorStep step, bool overlaps, cudaStream_t stream) {
     work.step = step;
-    const int64_t cluster = step == TensorStep::kWhole ? work.plan.slices : 1;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = unsigned(cluster);
-    attribute.val.clusterDim.y = 1;
-    attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid_of(work.pieces, cluster);
-    config.blockDim = dim3(unsigned(work.plan.threads));
-    if (step != TensorStep::kFinish) config.dynamicSmemBytes = size_t(work.plan.shared_bytes);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = cluster > 1 ? 1 : 0;
-    return cudaLaunchKernelEx(&config, tensor_chain<Chain, In>, work);
+    const int cluster = step == TensorStep::kWhole ? int(work.plan.slices) : 1;
+    LaunchShape shape{grid_of(work.pieces, cluster), work.plan.threads, int(work.plan.shared_bytes),
+                      overlaps};
+    if (step == TensorStep::kFinish) shape.shared_bytes = work.plan.tile_at;  // the parameters only
+    shape.cluster = cluster;
+    return launch_kernel(tensor_chain<Chain, In>, shape, stream, work);
   }
 
   const Problem& problem_;
@@ -175,6 +169,7 @@ class TensorRun {
   Tensor output_;  // dense where all values are stored
   TensorWork<T> work_{};
   Norm<T>* norms_ = nullptr;
+  const bool overlaps_kernels_;
 };
 
 // Calls visit with a value of the input's type; the output has the input's dtype or, if that is of half

@@ -2,6 +2,7 @@
 // number of channels.
 #pragma once
 
+#include "launch.cuh"
 #include "tensor_piece.cuh"
 #include "tensor_reduce.cuh"
 
@@ -56,6 +57,7 @@ template <class Chain, class In>
 __global__ void __launch_bounds__(kDirectThreads, 1)
     tensor_max_pool(const __grid_constant__ TensorWork<Compute<In>> work, int64_t blocks_per_sample) {
   using T = Compute<In>;
+  wait_for_earlier_kernels();
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
   const int64_t i = block_index() % blocks_per_sample * kDirectThreads + threadIdx.x;
@@ -91,14 +93,16 @@ __device__ void reduce_channels(const TensorWork<Compute<In>>& work, int64_t sam
   const bool exists = p < shape.pixels;
   const DirectValues<Chain, In> values(work, sample);
   T y[kPixels];
-  thread.logsumexp<Chain, kChannels>(y, exists ? shape.channels : 0,
-                                     [&](int64_t c, T* x) { values.template load<kCount, kOfChannels>(c, p, x); });
+  thread.logsumexp<Chain, kChannels>(y, exists ? shape.channels : 0, [&](int64_t c, T* x) {
+    values.template load<kCount, kOfChannels>(c, p, x);
+  });
   if (exists) OutputPixels<In>(work.output, sample).store(thread, p, y);
 }
 
 template <class Chain, class In>
 __global__ void __launch_bounds__(kDirectThreads, 2)
     tensor_logsumexp(const __grid_constant__ TensorWork<Compute<In>> work, int64_t blocks_per_sample) {
+  wait_for_earlier_kernels();
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
   const int64_t block = block_index() % blocks_per_sample;
@@ -108,30 +112,28 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
 }
 
 template <class Chain, class In>
-cudaError_t launch_direct(const TensorWork<Compute<In>>& work, cudaStream_t stream) {
-  const TensorShape& shape = work.shape;
+auto direct_kernel() {
   if constexpr (Chain::Reduce::kPools) {
-    const int64_t outputs = shape.channels * work.output.size[2] * work.output.size[3];
-    const int64_t blocks = cuda::divide_up(outputs, kDirectThreads);
-    tensor_max_pool<Chain, In>
-        <<<grid_of(shape.samples * blocks, 1), kDirectThreads, 0, stream>>>(work, blocks);
+    return tensor_max_pool<Chain, In>;
   } else {
-    const int pixels_of_load = shape.channels_last ? 1 : work.plan.width;
-    const int pixels_of_block = kDirectThreads / work.plan.reducing_lanes * pixels_of_load;
-    const int64_t blocks = cuda::divide_up(shape.pixels, pixels_of_block);
-    tensor_logsumexp<Chain, In>
-        <<<grid_of(shape.samples * blocks, 1), kDirectThreads, 0, stream>>>(work, blocks);
+    return tensor_logsumexp<Chain, In>;
   }
-  return cudaGetLastError();
 }
 
 template <class Chain, class In>
-const void* direct_kernel() {
+cudaError_t launch_direct(const TensorWork<Compute<In>>& work, bool overlaps, cudaStream_t stream) {
+  const TensorShape& shape = work.shape;
+  int64_t results = shape.pixels;
+  int results_of_block = kDirectThreads;
   if constexpr (Chain::Reduce::kPools) {
-    return reinterpret_cast<const void*>(tensor_max_pool<Chain, In>);
+    results = shape.channels * work.output.size[2] * work.output.size[3];
   } else {
-    return reinterpret_cast<const void*>(tensor_logsumexp<Chain, In>);
+    results_of_block /= work.plan.reducing_lanes;
+    if (!shape.channels_last) results_of_block *= work.plan.width;
   }
+  const int64_t blocks = cuda::divide_up(results, results_of_block);
+  const LaunchShape launch{grid_of(shape.samples * blocks, 1), kDirectThreads, 0, overlaps};
+  return launch_kernel(direct_kernel<Chain, In>(), launch, stream, work, blocks);
 }
 
 }  // namespace FUSEDCONV_TARGET

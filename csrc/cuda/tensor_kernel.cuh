@@ -4,6 +4,7 @@
 
 #include <cooperative_groups.h>
 
+#include "launch.cuh"
 #include "tensor_piece.cuh"
 #include "tensor_reduce.cuh"
 
@@ -28,16 +29,14 @@ class PieceOfChain {
       if (work_.step == TensorStep::kWhole) return run_whole();
       if (work_.step == TensorStep::kMoments) return write_moments();
     }
-    if constexpr (Chain::Reduce::kStores) {
-      const In* const input = static_cast<const In*>(work_.input);
-      store([&](int c, int p) { return load_pack<kCount>(input + offset(c, p)); },
-            [&](int c) { return channel_from_memory(c); });
-    }
+    if constexpr (Chain::Reduce::kStores) finish();
   }
 
  private:
   static constexpr int kChannels = kOfChannels ? kCount : 1;  // that one wide load meets
   static constexpr int kPixels = kOfChannels ? 1 : kCount;
+  static constexpr bool kReadsChannel =
+      Chain::Pre::kReadsChannel || Chain::Post::kReadsChannel || Chain::Final::kReadsChannel;
   __device__ static int channel_of(int k) { return kOfChannels ? k : 0; }
 
   // ---- the steps ----
@@ -52,16 +51,17 @@ class PieceOfChain {
     set_norms();
     __syncthreads();
     if constexpr (Chain::Reduce::kStores) {
-      store([&](int c, int p) { return load_pack<kCount>(tile() + tile_offset(c, p)); },
-            [&](int c) { return channels()[c]; });
+      store<false>();
     } else if constexpr (Chain::Reduce::kPools) {
-      pool();
+      if (work_.arguments.pool[0] == 2 && work_.arguments.pool[1] == 2) return pool<2, 2>();
+      pool<0, 0>();  // any size
     } else {
       reduce_channels();
     }
   }
 
   __device__ void write_moments() const {
+    let_next_kernel_start();
     load();
     take_moments();
     const TensorShape& shape = work_.shape;
@@ -77,6 +77,16 @@ class PieceOfChain {
     });
   }
 
+  // Straight from memory to memory.
+  __device__ void finish() const {
+    if constexpr (kReadsChannel || Chain::kNeedsStatistics) {
+      load_parameters(false);
+      if constexpr (Chain::kNeedsStatistics) load_norms();
+      __syncthreads();
+    }
+    store<true>();
+  }
+
   // ---- where things are ----
 
   // Known when compiled, unless each load takes one element.
@@ -85,15 +95,22 @@ class PieceOfChain {
     return work_.shape.channels_last;
   }
 
-  __device__ In* tile() const { return reinterpret_cast<In*>(shared_memory); }
+  __device__ In* tile() const { return reinterpret_cast<In*>(shared_memory + plan_.tile_at); }
   __device__ Deviations<T>* parts() const {
     return reinterpret_cast<Deviations<T>*>(shared_memory + plan_.parts_at);
   }
   __device__ Deviations<double>* moments() const {
     return reinterpret_cast<Deviations<double>*>(shared_memory + plan_.moments_at);
   }
-  __device__ Channel<T>* channels() const {
-    return reinterpret_cast<Channel<T>*>(shared_memory + plan_.channels_at);
+  // Of the piece's channels, one kind after the other.
+  enum Kind { kBias, kScale, kNormScale, kNormShift, kMean };
+  __device__ T& parameter(int kind, int c) const {
+    return reinterpret_cast<T*>(shared_memory)[kind * plan_.unit_channels + c];
+  }
+  __device__ Channel<T> channel_at(int c) const {
+    return {parameter(kBias, c),         parameter(kScale, c),     parameter(kMean, c),
+            parameter(kNormScale, c),    parameter(kNormShift, c), T(work_.arguments.clamp_min),
+            T(work_.arguments.clamp_max)};
   }
 
   __device__ int tile_offset(int c, int p) const {
@@ -108,38 +125,69 @@ class PieceOfChain {
            (channels_last() ? pixel * shape.channels + channel : channel * shape.pixels + pixel);
   }
 
+  __device__ const In* values_in_memory(int c, int p) const {
+    return static_cast<const In*>(work_.input) + offset(c, p);
+  }
+  // From one of a thread's pixels to the next.
+  __device__ int tile_step() const {
+    return channels_last() ? share_.pixel_step * plan_.unit_channels : share_.pixel_step;
+  }
+  __device__ int64_t memory_step() const {
+    return channels_last() ? share_.pixel_step * work_.shape.channels : share_.pixel_step;
+  }
+
   __device__ bool cuts_groups() const { return plan_.units_per_group > 1; }
   __device__ int group_channels() const { return cuts_groups() ? piece_.channels : plan_.group_channels; }
-  __device__ int groups() const { return cuts_groups() ? 1 : piece_.channels / plan_.group_channels; }
-
-  __device__ Channel<T> channel_from_memory(int c) const {
-    Channel<T> channel = make_channel<T>(work_.arguments, piece_.channel + c);
-    if constexpr (Chain::kNeedsStatistics)
-      set_norm(channel, work_.norms[piece_.sample * work_.shape.channels + piece_.channel + c]);
-    return channel;
+  __device__ bool has_group(int g) const {
+    return g < plan_.groups && g * plan_.group_channels < piece_.channels;
   }
 
   // ---- load ----
 
-  // The values, and the channels' parameters: as long as there is no norm, its weight and bias.
   __device__ void load() const {
     copy_values();
-    for (int c = threadIdx.x; c < piece_.channels; c += blockDim.x) {
-      Channel<T> channel = make_channel<T>(work_.arguments, piece_.channel + c);
-      channel.norm_scale = value_of<T>(work_.arguments.norm_weight, piece_.channel + c, T(1));
-      channel.norm_shift = value_of<T>(work_.arguments.norm_bias, piece_.channel + c);
-      channels()[c] = channel;
-    }
+    load_parameters(true);
     wait_for_copies();
     __syncthreads();
   }
 
+  // with_affine: the norm's weight and bias too, which stand in its place until it is known. Each thread asks
+  // for another parameter: one after the other, they would take longer than a small piece.
+  __device__ void load_parameters(bool with_affine) const {
+    const Arguments& arguments = work_.arguments;
+    const int kind = threadIdx.x % 4;
+    if (kind == kBias || kind == kScale ? !kReadsChannel : !with_affine) return;
+    const Parameter source = kind == kBias        ? arguments.bias
+                             : kind == kScale     ? arguments.scale
+                             : kind == kNormScale ? arguments.norm_weight
+                                                  : arguments.norm_bias;
+    for (int c = threadIdx.x / 4; c < piece_.channels; c += blockDim.x / 4)
+      parameter(kind, c) = value_of<T>(source, piece_.channel + c, T(kind == kNormScale));
+  }
+
+  // Those that an earlier kernel found.
+  __device__ void load_norms() const {
+    wait_for_earlier_kernels();
+    const Norm<T>* const norms = work_.norms + piece_.sample * work_.shape.channels + piece_.channel;
+    for (int c = threadIdx.x; c < piece_.channels; c += blockDim.x) set_parameters(c, norms[c]);
+  }
+
+  __device__ void set_parameters(int c, const Norm<T>& norm) const {
+    parameter(kMean, c) = norm.mean;
+    parameter(kNormScale, c) = norm.scale;
+    parameter(kNormShift, c) = norm.shift;
+  }
+
   __device__ void copy_values() const {
-    const In* const input = static_cast<const In*>(work_.input);
-    if (kCount == 1 && is_run()) return copy_run(input + offset(0, 0));
+    if (kCount == 1 && is_run()) return copy_run(values_in_memory(0, 0));
     share_.for_each_channel(piece_, [&](int c) {
-      share_.for_each_pixel(piece_,
-                            [&](int p) { copy_pack<kCount>(tile() + tile_offset(c, p), input + offset(c, p)); });
+      const In* from = values_in_memory(c, share_.pixel);
+      In* to = tile() + tile_offset(c, share_.pixel);
+      for (int p = share_.pixel; p < piece_.pixels; p += share_.pixel_step) {
+        copy_pack<kCount>(to, from);
+        from += memory_step();
+        to += tile_step();
+      }
     });
   }
 
@@ -147,8 +195,7 @@ class PieceOfChain {
   __device__ bool is_run() const {
     const bool whole_rows =
         channels_last() ? piece_.channels == work_.shape.channels : piece_.pixels == work_.shape.pixels;
-    const In* const first = static_cast<const In*>(work_.input) + offset(0, 0);
-    return whole_rows && reinterpret_cast<uintptr_t>(first) % kVectorBytes == 0;
+    return whole_rows && reinterpret_cast<uintptr_t>(values_in_memory(0, 0)) % kVectorBytes == 0;
   }
 
   __device__ void copy_run(const In* from) const {
@@ -162,84 +209,116 @@ class PieceOfChain {
 
   // ---- moments ----
 
-  // Of parts of the piece: each thread takes its values about the first of them, so that neither a mean much
-  // larger than the deviation nor a few values far from the others cost digits.
+  // A thread's values, about the first of them: so that neither a mean much larger than the deviation nor a
+  // few values far from the others cost digits. Those of a wide load are summed apart until the end.
+  struct Taken {
+    T shift[kChannels];
+    T sum[kCount];
+    T squares[kCount];
+    int loads;
+  };
+
+  // Of parts of the piece: of all that a thread has, where they are of one group, or of each of its channels.
   __device__ void take_moments() const {
+    const bool whole = plan_.groups == 1;
+    Taken taken{};
     for (int first = 0; first < piece_.channels; first += share_.channel_step) {
       const int c = first + share_.channel;
-      const bool exists = share_.exists && c < piece_.channels;
-      Deviations<T> of_thread[kChannels]{};
-      if (exists) take_pixels(c, of_thread);
-      const int index = share_.line * parts_per_line() + (are_together() ? c / kChannels : c);
-#pragma unroll
-      for (int k = 0; k < kChannels; ++k) {
-        if (k > 0 && are_together()) break;
-        const Deviations<T> part = joined(of_thread[k]);
-        if (exists && share_.lane == 0) parts()[index + k] = part;
-      }
+      if (share_.exists && c < piece_.channels) take_pixels(c, taken);
+      if (whole) continue;
+      write_parts(taken, c, c < piece_.channels);
+      taken = {};
     }
+    if (whole) write_part(total_of(taken), share_.line * plan_.channel_threads + share_.channel_index, true);
     __syncthreads();
   }
 
-  // Whether the channels that a wide load meets are one part.
+  // Whether the channels that a wide load meets are of one group.
   __device__ bool are_together() const { return !kOfChannels || plan_.part_channels > 1; }
-  __device__ int parts_per_line() const { return plan_.unit_channels / plan_.part_channels; }
 
-  // Of each channel; or of all together, as the first's.
-  __device__ void take_pixels(int c, Deviations<T> (&deviations)[kChannels]) const {
-    if (share_.pixel >= piece_.pixels) return;
-    const bool together = are_together();
-    T shift[kChannels], sum[kCount]{}, squares[kCount]{};
-    const auto first = values_at(c, share_.pixel);
+  __device__ void take_pixels(int c, Taken& taken) const {
+    const In* from = tile() + tile_offset(c, share_.pixel);
+    for (int p = share_.pixel; p < piece_.pixels; p += share_.pixel_step, from += tile_step()) {
+      const auto x = normed_values(from, c);
+      if (taken.loads == 0) {
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) shift[k] = together ? first.element[0] : first.element[k];
-    int loads = 0;
-    share_.for_each_pixel(piece_, [&](int p) {
-      const auto x = values_at(c, p);
+        for (int k = 0; k < kChannels; ++k) taken.shift[k] = are_together() ? x.element[0] : x.element[k];
+      }
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        const T deviation = x.element[k] - shift[channel_of(k)];
-        sum[k] += deviation;
-        squares[k] += deviation * deviation;
+        const T deviation = x.element[k] - taken.shift[channel_of(k)];
+        taken.sum[k] += deviation;
+        taken.squares[k] += deviation * deviation;
       }
-      ++loads;
-    });
-    if (together) {
-#pragma unroll
-      for (int k = 1; k < kCount; ++k) {
-        sum[0] += sum[k];
-        squares[0] += squares[k];
-      }
+      ++taken.loads;
     }
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k)
-      deviations[k] = {T(loads * (together ? kCount : 1)), shift[k], sum[k], squares[k]};
   }
 
   // What the norm gets.
-  __device__ Pack<T, kCount> values_at(int c, int p) const {
-    const auto v = load_pack<kCount>(tile() + tile_offset(c, p));
+  __device__ Pack<T, kCount> normed_values(const In* from, int c) const {
+    const auto v = load_pack<kCount>(from);
     Pack<T, kCount> x;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       x.element[k] = widen<T>(v.element[k]);
       if constexpr (!std::is_same_v<typename Chain::Pre, Sequence<>>)
-        x.element[k] = Chain::Pre::value(x.element[k], x.element[k], channels()[c + channel_of(k)]);
+        x.element[k] = Chain::Pre::value(x.element[k], x.element[k], channel_at(c + channel_of(k)));
     }
     return x;
   }
 
-  // With those of the lanes that have the same channel, about their mean.
+  __device__ Deviations<T> total_of(const Taken& taken) const {
+    T sum = taken.sum[0];
+    T squares = taken.squares[0];
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) {
+      sum += taken.sum[k];
+      squares += taken.squares[k];
+    }
+    return {T(taken.loads * kCount), taken.shift[0], sum, squares};
+  }
+
+  // Those of a group lie next to each other: its channels' parts in line after line of threads.
+  __device__ void write_parts(const Taken& taken, int c, bool exists) const {
+    const int g = plan_.by_group_channels.divide(c);
+    const int per_line = plan_.parts_per_group / (plan_.pixel_threads / plan_.lanes);
+    const int first = g * plan_.parts_per_group + share_.line * per_line;
+    if (are_together()) {
+      const int of_group = c - g * plan_.group_channels;
+      write_part(total_of(taken), first + of_group / kChannels, exists);
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) {
+      const int of_k = plan_.by_group_channels.divide(c + k);
+      const int at =
+          of_k * plan_.parts_per_group + share_.line * per_line + c + k - of_k * plan_.group_channels;
+      write_part({T(taken.loads), taken.shift[k], taken.sum[k], taken.squares[k]}, at, exists);
+    }
+  }
+
+  __device__ void write_part(Deviations<T> part, int index, bool exists) const {
+    part = joined(part);
+    if (exists && share_.exists && share_.lane == 0) parts()[index] = part;
+  }
+
+  // Of so many neighbouring lanes. The loop is not unrolled: a small piece waits for instructions longest.
+  __device__ static void add_lanes(Sums<double>& sums, int lanes) {
+#pragma unroll 1
+    for (int distance = 1; distance < lanes; distance *= 2)
+      sums.add({__shfl_xor_sync(~0u, sums.sum, distance), __shfl_xor_sync(~0u, sums.squares, distance)});
+  }
+
+  // With those of the lanes that have the same channels, about their mean.
   __device__ Deviations<T> joined(Deviations<T> d) const {
     if (plan_.lanes == 1) return d;
-    const T shift = __shfl_sync(~0u, d.shift, lane_of_thread() / plan_.lanes * plan_.lanes);
+    const T shift = __shfl_sync(~0u, d.shift, lane_of_thread() & -plan_.lanes);
     Sums<double> sums{};
     sums.add(d, shift);
     T count = d.count;
-    for (int distance = 1; distance < plan_.lanes; distance *= 2) {
-      sums.add({__shfl_xor_sync(~0u, sums.sum, distance), __shfl_xor_sync(~0u, sums.squares, distance)});
+    add_lanes(sums, plan_.lanes);
+    for (int distance = 1; distance < plan_.lanes; distance *= 2)
       count += __shfl_xor_sync(~0u, count, distance);
-    }
     const T mean = count > 0 ? shift + T(sums.sum) / count : shift;
     Sums<double> about_mean{};
     about_mean.add(Deviations<double>{count, shift, sums.sum, sums.squares}, mean);
@@ -250,19 +329,16 @@ class PieceOfChain {
   template <class Give>
   __device__ void sum_groups(const Give& give) const {
     const int lanes = plan_.group_lanes;
-    const int lane = threadIdx.x % lanes;
-    const int per_line = parts_per_line();
-    const int per_group = group_channels() / plan_.part_channels;
-    const int count = plan_.pixel_threads / plan_.lanes * per_group;
-    for (int first = 0; first < groups(); first += blockDim.x / lanes) {
-      const int g = first + threadIdx.x / lanes;
-      const bool exists = g < groups();
-      const Deviations<T>* const of_group = parts() + g * per_group;
+    const int lane = threadIdx.x & (lanes - 1);
+    const int groups_at_once = blockDim.x >> log2_of(lanes);
+    for (int first = 0; first < plan_.groups; first += groups_at_once) {
+      const int g = first + (threadIdx.x >> log2_of(lanes));
+      const bool exists = has_group(g);
+      const Deviations<T>* const of_group = parts() + g * plan_.parts_per_group;
       const double shift = exists ? of_group[0].shift : 0;  // the first part is never empty
       Sums<double> sums{};
-      for (int i = lane; exists && i < count; i += lanes)
-        sums.add(of_group[i / per_group * per_line + i % per_group], shift);
-      sums.add_lanes(lanes);
+      for (int i = lane; exists && i < plan_.parts_per_group; i += lanes) sums.add(of_group[i], shift);
+      add_lanes(sums, lanes);
       const double n = double(group_channels()) * piece_.pixels;
       if (exists) give(g, lane, lanes, {n, shift, sums.sum, sums.squares});
     }
@@ -274,21 +350,21 @@ class PieceOfChain {
   __device__ void share_moments() const {
     const int blocks = int(plan_.slices);
     sum_groups([&](int g, int lane, int lanes, const Deviations<double>& d) {
+#pragma unroll 1
       for (int block = lane; block < blocks; block += lanes)
-        *of_block(moments() + piece_.slice * groups() + g, block) = d;
+        *of_block(moments() + piece_.slice * plan_.groups + g, block) = d;
     });
   }
 
   __device__ void set_norms() const {
-    const double share = 1.0 / (double(group_channels()) * double(work_.shape.pixels));
     for (int c = threadIdx.x; c < piece_.channels; c += blockDim.x) {
-      const Deviations<double>* const of_group = moments() + c / group_channels();
+      const Deviations<double>* const of_group = moments() + plan_.by_group_channels.divide(c);
       const double shift = of_group->shift;
       Sums<double> sums{};
-      for (int block = 0; block < plan_.slices; ++block) sums.add(of_group[block * groups()], shift);
-      Channel<T>& channel = channels()[c];
-      set_norm(channel, norm_of<T>(sums, shift, share, work_.arguments.eps, channel.norm_scale,
-                                   channel.norm_shift));
+#pragma unroll 2
+      for (int block = 0; block < int(plan_.slices); ++block) sums.add(of_group[block * plan_.groups], shift);
+      set_parameters(c, norm_of<T>(sums, shift, work_.share_of_value, work_.arguments.eps,
+                                   parameter(kNormScale, c), parameter(kNormShift, c)));
     }
   }
 
@@ -330,27 +406,32 @@ class PieceOfChain {
 
   // ---- the end of the chain ----
 
-  // load(c, p) gives what the tensor holds there, channel_at(c) the parameters.
-  template <class Load, class ChannelAt>
-  __device__ void store(const Load& load, const ChannelAt& channel_at) const {
-    constexpr int kBatch = kCount > 4 ? 2 : 4;  // loads on their way at a time, as far as registers go
+  // From the tile or, kFromMemory, from the tensor.
+  template <bool kFromMemory>
+  __device__ void store() const {
+    constexpr int kBatch = sizeof(In) < 4 ? 2 : 4;  // loads on their way at a time, as far as registers go
+    const In* const input = static_cast<const In*>(work_.input);
     const OutputMemory<In> output(work_.output);
     share_.for_each_channel(piece_, [&](int c) {
       Channel<T> channels[kChannels];
 #pragma unroll
       for (int k = 0; k < kChannels; ++k) channels[k] = channel_at(c + k);
+      const In* kept = tile() + tile_offset(c, share_.pixel);
+      int64_t at = offset(c, share_.pixel);
       for (int first = share_.pixel; first < piece_.pixels; first += kBatch * share_.pixel_step) {
         Pack<In, kCount> v[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          const int p = first + i * share_.pixel_step;
-          if (p < piece_.pixels) v[i] = load(c, p);
+          if (first + i * share_.pixel_step >= piece_.pixels) continue;
+          v[i] = load_pack<kCount>(kFromMemory ? input + at + i * memory_step() : kept + i * tile_step());
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          const int p = first + i * share_.pixel_step;
-          if (p < piece_.pixels) output.store(offset(c, p), finished(v[i], channels));
+          if (first + i * share_.pixel_step < piece_.pixels)
+            output.store(at + i * memory_step(), finished(v[i], channels));
         }
+        kept += kBatch * tile_step();
+        at += kBatch * memory_step();
       }
     });
   }
@@ -367,42 +448,46 @@ class PieceOfChain {
     return y;
   }
 
-  // Neighbouring threads have windows that are neighbours in memory: so many lanes the columns of a row of
-  // windows or, where channels are last, the channels of a window.
+  // Windows of kRows x kCols or, 0, of any size. Neighbouring threads have windows that are neighbours in
+  // memory: so many lanes the columns of a row of windows or, where channels are last, the channels of one.
+  template <int kRows, int kCols>
   __device__ void pool() const {
-    const int window_rows = int(work_.arguments.pool[0]);
-    const int cols = int(work_.shape.window_pixels / window_rows);
-    const int pooled_rows = piece_.pixels / cols / window_rows;
-    const int pooled_cols = cols / int(work_.arguments.pool[1]);
+    const int window_rows = kRows > 0 ? kRows : int(work_.arguments.pool[0]);
+    const int window_cols = kCols > 0 ? kCols : int(work_.arguments.pool[1]);
+    const int rows = plan_.by_pooled_rows.value;  // the last piece of a sample may have fewer
+    const int cols = int(work_.shape.window_pixels) / window_rows;
+    const int pooled_cols = int(work_.output.size[3]);
+    const int row_step = tile_offset(0, cols);
+    const int col_step = tile_offset(0, 1);
+    const OutputMemory<In> output(work_.output);
+    const int64_t* stride = work_.output.stride;
+    const int64_t first_row = piece_.slice * rows;
+    const int64_t first_output =
+        piece_.sample * stride[0] + piece_.channel * stride[1] + first_row * stride[2];
+    const auto pool_window = [&](int c, int row, int col, const Channel<T>& channel) {
+      const In* const first = tile() + tile_offset(c, row * window_rows * cols + col * window_cols);
+      const T most = window_maximum<T>(window_rows, window_cols, [&](int r, int q) {
+        return Chain::value(widen<T>(first[r * row_step + q * col_step]), channel);
+      });
+      output.store(first_output + c * stride[1] + row * stride[2] + col * stride[3],
+                   Pack<T, 1>{Chain::Final::value(most, most, channel)});
+    };
     const int lanes = lanes_of(channels_last() ? piece_.channels : pooled_cols);
-    const int lane = threadIdx.x % lanes;
-    const int lines = channels_last() ? pooled_rows * pooled_cols : piece_.channels * pooled_rows;
-    for (int line = threadIdx.x / lanes; line < lines; line += blockDim.x / lanes) {
+    const int lane = threadIdx.x & (lanes - 1);
+    const int line_step = blockDim.x >> log2_of(lanes);
+    const int lines = rows * (channels_last() ? pooled_cols : piece_.channels);
+    const int rows_here = int(min(work_.output.size[2] - first_row, int64_t(rows)));
+    for (int line = threadIdx.x >> log2_of(lanes); line < lines; line += line_step) {
+      const int outer = plan_.by_pooled_rows.divide(line);  // a column of windows, or a channel
+      const int row = line - outer * rows;
+      if (row >= rows_here) continue;
       if (channels_last()) {
-        for (int c = lane; c < piece_.channels; c += lanes)
-          pool_window(channels()[c], c, line / pooled_cols, line % pooled_cols, cols);
+        for (int c = lane; c < piece_.channels; c += lanes) pool_window(c, row, outer, channel_at(c));
       } else {
-        const int c = line / pooled_rows;
-        const Channel<T> channel = channels()[c];
-        for (int col = lane; col < pooled_cols; col += lanes)
-          pool_window(channel, c, line % pooled_rows, col, cols);
+        const Channel<T> channel = channel_at(outer);
+        for (int col = lane; col < pooled_cols; col += lanes) pool_window(outer, row, col, channel);
       }
     }
-  }
-
-  __device__ void pool_window(const Channel<T>& channel, int c, int row, int col, int cols) const {
-    const int window_rows = int(work_.arguments.pool[0]);
-    const int window_cols = int(work_.arguments.pool[1]);
-    const int first = row * window_rows * cols + col * window_cols;
-    const T most = window_maximum<T>(window_rows, window_cols, [&](int r, int q) {
-      return Chain::value(widen<T>(tile()[tile_offset(c, first + r * cols + q)]), channel);
-    });
-    const int64_t* stride = work_.output.stride;
-    const int64_t first_row = piece_.pixel / work_.shape.window_pixels;
-    OutputMemory<In>(work_.output)
-        .store(piece_.sample * stride[0] + (piece_.channel + c) * stride[1] + (first_row + row) * stride[2] +
-                   col * stride[3],
-               Pack<T, 1>{Chain::Final::value(most, most, channel)});
   }
 
   __device__ void reduce_channels() const {
@@ -417,7 +502,7 @@ class PieceOfChain {
         const auto v = load_pack<kCount>(tile() + tile_offset(c, p));
 #pragma unroll
         for (int k = 0; k < kCount; ++k)
-          x[k] = Chain::value(widen<T>(v.element[k]), channels()[c + channel_of(k)]);
+          x[k] = Chain::value(widen<T>(v.element[k]), channel_at(c + channel_of(k)));
       });
       if (exists) output.store(thread, piece_.pixel + p, y);
     }

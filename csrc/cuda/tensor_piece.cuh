@@ -27,8 +27,9 @@ struct TensorWork {
   const void* input;
   Tensor output;
   Arguments arguments;
-  Part<double>* parts;   // [samples][groups][units_per_group * slices]
-  const Norm<T>* norms;  // [samples][channels]
+  Part<double>* parts;    // [samples][groups][units_per_group * slices]
+  const Norm<T>* norms;   // [samples][channels]
+  double share_of_value;  // in a group's mean
   int64_t pieces;
 };
 
@@ -41,8 +42,8 @@ inline dim3 grid_of(int64_t blocks, int64_t multiple) {
 
 __device__ inline int64_t block_index() { return int64_t(blockIdx.y) * gridDim.x + blockIdx.x; }
 
-// Calls visit(count, of_channels), both known when compiled: a wide load holds so many pixels of a channel or,
-// of_channels, so many channels of a pixel.
+// Calls visit(count, of_channels), both known when compiled: a wide load holds so many pixels of a channel
+// or, of_channels, so many channels of a pixel.
 template <class In, class Work, class Visit>
 __device__ void visit_width(const Work& work, const Visit& visit) {
   constexpr int kWide = kVectorBytes / int(sizeof(In));
@@ -69,21 +70,18 @@ struct Piece {
   int pixels;
 };
 
-// Index: 32 bits, which divide faster, where they will do.
-template <class Index>
-__device__ void set_place(Piece& piece, const TensorPlan& plan, Index index) {
-  const Index rest = index / Index(plan.slices);
-  piece.slice = index % Index(plan.slices);
-  piece.unit = rest % Index(plan.units);
-  piece.sample = rest / Index(plan.units);
-}
-
 __device__ inline Piece piece_of_block(const TensorShape& shape, const TensorPlan& plan) {
   Piece piece;
   if (gridDim.y == 1) {
-    set_place<uint32_t>(piece, plan, blockIdx.x);
+    const int rest = plan.by_slices.divide(blockIdx.x);
+    piece.slice = int(blockIdx.x) - rest * plan.by_slices.value;
+    piece.sample = plan.by_units.divide(rest);
+    piece.unit = rest - int(piece.sample) * plan.by_units.value;
   } else {
-    set_place<int64_t>(piece, plan, block_index());
+    const int64_t rest = block_index() / plan.slices;
+    piece.slice = block_index() % plan.slices;
+    piece.sample = rest / plan.units;
+    piece.unit = rest % plan.units;
   }
   int64_t end = shape.channels;
   if (plan.units_per_group == 1) {
@@ -100,11 +98,14 @@ __device__ inline Piece piece_of_block(const TensorShape& shape, const TensorPla
   return piece;
 }
 
+__device__ inline int log2_of(int power_of_two) { return 31 - __clz(power_of_two); }
+
 // The channels and pixels of one thread: it starts with the first, and goes on by steps. A wide load holds
 // kCount pixels of a channel or, kOfChannels, kCount channels of a pixel.
 template <int kCount, bool kOfChannels>
 struct ThreadShare {
   int channel;
+  int channel_index;  // among the threads that have a pixel's channels
   int channel_step;
   int pixel;
   int pixel_step;
@@ -113,11 +114,10 @@ struct ThreadShare {
   bool exists;  // some threads may be left over
 
   __device__ ThreadShare(const TensorPlan& plan, bool channels_last) {
-    const int thread = threadIdx.x;
-    lane = thread % plan.lanes;
-    const int group = thread / plan.lanes;
-    const int channel_index = group % plan.channel_threads;
-    line = group / plan.channel_threads;
+    lane = threadIdx.x & (plan.lanes - 1);
+    const int group = threadIdx.x >> log2_of(plan.lanes);
+    line = plan.by_channel_threads.divide(group);
+    channel_index = group - line * plan.channel_threads;
     const int pixel_index = line * plan.lanes + lane;
     exists = pixel_index < plan.pixel_threads;
     constexpr int kChannels = kOfChannels ? kCount : 1;

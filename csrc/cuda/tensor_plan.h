@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "card.h"
+#include "divisor.h"
 
 namespace fusedconv {
 namespace cuda {
@@ -20,7 +21,6 @@ struct TensorTraits {
   bool reduces_channels;
   int element_bytes;
   int compute_bytes;
-  int channel_bytes;  // of a channel's parameters
   int vector;  // elements of one wide load
 };
 
@@ -43,6 +43,7 @@ struct TensorPlan {
   int64_t units;            // pieces next to each other in channels
   int64_t slices;           // pieces next to each other in pixels; if resident, one cluster of blocks
   int group_channels;       // of the groups in a piece, or the piece's share of a group
+  int groups;               // of a piece, its share of one counted as one
   int64_t units_per_group;  // 1, unless groups are cut
   // Threads share a piece out by channels and pixels. Without channels last, `lanes` neighbours have pixels
   // of the same channel.
@@ -50,13 +51,17 @@ struct TensorPlan {
   int channel_threads;
   int pixel_threads;
   int lanes;
-  int part_channels;   // that have their moments taken together by each thread
+  int part_channels;  // that each thread takes the moments of together, where a piece has several groups
+  int parts_per_group;
   int group_lanes;     // that add up the parts of a group
   int reducing_lanes;  // that share the channels of a pixel, where those are reduced
-  // Where things lie in shared memory behind the values, in bytes.
+  // Exact for what fits into 31 bits.
+  Divisor by_slices, by_units, by_channel_threads, by_group_channels;
+  Divisor by_pooled_rows;  // of a whole piece
+  // Where things lie in shared memory behind the channels' parameters, in bytes.
+  int tile_at;
   int parts_at;
   int moments_at;
-  int channels_at;
   int64_t shared_bytes;
 };
 
@@ -74,64 +79,65 @@ inline int power_of_two_from(int64_t least, int most) {
   return power;
 }
 
-inline int groups_of_piece(const TensorPlan& plan) { return plan.unit_channels / plan.group_channels; }
-
 inline void set_lanes(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
   const bool wide_channels = shape.channels_last && plan.group_channels % plan.width == 0;
   plan.part_channels = wide_channels ? plan.width : 1;
-  const int parts = plan.pixel_threads / plan.lanes * (plan.group_channels / plan.part_channels);
-  plan.group_lanes = power_of_two_from(parts, kWarp);
-  while (plan.group_lanes > 1 && plan.group_lanes * groups_of_piece(plan) > plan.threads)
-    plan.group_lanes /= 2;
+  const int parts_per_line =
+      plan.groups == 1 ? plan.channel_threads : plan.group_channels / plan.part_channels;
+  plan.parts_per_group = plan.pixel_threads / plan.lanes * parts_per_line;
+  plan.group_lanes = power_of_two_from(plan.parts_per_group, kWarp);
+  while (plan.group_lanes > 1 && plan.group_lanes * plan.groups > plan.threads) plan.group_lanes /= 2;
 
-  if (shape.channels_last) {
-    plan.reducing_lanes = power_of_two_from(plan.unit_channels / plan.width, kWarp);
-  } else {  // at first, pixels by lines of memory; more lanes if threads would be left over
-    const int line = power_of_two_from(kLineBytes / (plan.width * traits.element_bytes), kWarp / 2);
-    const int64_t loads = divide_up(plan.slice_pixels, plan.width);
-    plan.reducing_lanes = kWarp / line;
-    while (plan.reducing_lanes < kWarp && 2 * plan.reducing_lanes * loads <= plan.threads)
-      plan.reducing_lanes *= 2;
-  }
+  // Lanes next to each other have a line of memory; more of them share a pixel if threads would be left over.
+  const int line = std::min(kLineBytes / (plan.width * traits.element_bytes), kWarp / 2);
+  const int64_t pixel_loads = divide_up(plan.slice_pixels, shape.channels_last ? 1 : plan.width);
+  plan.reducing_lanes = shape.channels_last ? power_of_two_from(plan.unit_channels / plan.width, line)
+                                            : kWarp / power_of_two_from(pixel_loads, line);
+  while (plan.reducing_lanes < kWarp && 2 * plan.reducing_lanes * pixel_loads <= plan.threads)
+    plan.reducing_lanes *= 2;
 }
 
-// Large pieces have as many loads a thread as keep a multiprocessor's memory full of values under way, at the
-// registers that a thread takes; small ones have threads enough for all of their steps.
+// Up to kThreads, few loads a thread: a small piece takes as long as its steps one after the other. Beyond,
+// more loads a thread, so that several blocks fit on a multiprocessor: while some load, others compute.
 inline void set_threads(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
-  constexpr int kLoadsOfThread = 16;
+  constexpr int kThreads = 256;
   constexpr int kLeastThreads = 128;
+  constexpr int kFewLoads = 4;
+  constexpr int kManyLoads = 16;
   const int64_t loads = divide_up(int64_t(plan.unit_channels) * plan.slice_pixels, plan.width);
-  plan.threads =
-      std::max(power_of_two_from(divide_up(loads, kLoadsOfThread), kMostThreads), kLeastThreads);
+  plan.threads = std::max({kLeastThreads, power_of_two_from(divide_up(loads, kFewLoads), kThreads),
+                           power_of_two_from(divide_up(loads, kManyLoads), kMostThreads)});
   if (shape.channels_last) {
     plan.lanes = 1;
     plan.channel_threads = std::min(plan.unit_channels / plan.width, plan.threads);
     plan.pixel_threads = plan.threads / plan.channel_threads;
   } else {
-    plan.lanes = power_of_two_from(divide_up(plan.slice_pixels, plan.width), kWarp);
+    // A line of memory at least. More of a row's loads for each lane, so that fewer moments are added up.
+    const int64_t row_loads = divide_up(plan.slice_pixels, plan.width);
+    const int line_loads = kLineBytes / (plan.width * traits.element_bytes);
+    plan.lanes = std::max(power_of_two_from(divide_up(row_loads, kFewLoads), kWarp),
+                          power_of_two_from(row_loads, std::min(line_loads, kWarp)));
     const int lines = plan.threads / plan.lanes;
     plan.channel_threads = std::min(plan.unit_channels, lines);
     plan.pixel_threads = lines / plan.channel_threads * plan.lanes;
   }
+  plan.by_channel_threads = divisor(plan.channel_threads);
   set_lanes(plan, traits, shape);
 }
 
 inline void set_shared_memory(TensorPlan& plan, const TensorTraits& traits) {
-  constexpr int64_t kAlignment = 32;
+  constexpr int64_t kAlignment = 32;  // of the moments of a block
   int64_t bytes = 0;
   const auto take = [&](int64_t count, int64_t size) {
     const int64_t at = bytes;
     bytes += round_up(count * size, kAlignment);
     return int(at);
   };
-  take(int64_t(plan.unit_channels) * plan.slice_pixels, traits.element_bytes);
-  if (traits.needs_statistics) {
-    const int64_t blocks = plan.resident ? plan.slices : 1;
-    plan.parts_at = take(int64_t(plan.pixel_threads / plan.lanes) * plan.unit_channels / plan.part_channels,
-                         4 * traits.compute_bytes);
-    plan.moments_at = take(blocks * groups_of_piece(plan), 4 * sizeof(double));
-    plan.channels_at = take(plan.unit_channels, traits.channel_bytes);
-  }
+  take(5 * plan.unit_channels, traits.compute_bytes);
+  plan.tile_at = take(int64_t(plan.unit_channels) * plan.slice_pixels, traits.element_bytes);
+  const int64_t blocks = plan.resident ? plan.slices : 1;
+  plan.parts_at = take(int64_t(plan.parts_per_group) * plan.groups, 4 * traits.compute_bytes);
+  plan.moments_at = take(blocks * plan.groups, 4 * sizeof(double));
   plan.shared_bytes = bytes;
 }
 
@@ -141,10 +147,15 @@ inline void set_piece(TensorPlan& plan, const TensorTraits& traits, const Tensor
   plan.slice_pixels = int(slice_pixels);
   const int64_t of_group = shape.channels / shape.groups;
   plan.group_channels = int(std::min(of_group, unit_channels));
+  plan.groups = plan.unit_channels / plan.group_channels;
   plan.units_per_group = divide_up(of_group, unit_channels);
   plan.units = unit_channels < of_group ? shape.groups * plan.units_per_group
                                         : divide_up(shape.channels, unit_channels);
   plan.slices = divide_up(shape.pixels, slice_pixels);
+  plan.by_slices = divisor(int(std::min<int64_t>(plan.slices, INT32_MAX)));
+  plan.by_units = divisor(int(std::min<int64_t>(plan.units, INT32_MAX)));
+  plan.by_group_channels = divisor(plan.group_channels);
+  plan.by_pooled_rows = divisor(int(std::max<int64_t>(slice_pixels / shape.window_pixels, 1)));
   set_threads(plan, traits, shape);
   set_shared_memory(plan, traits);
 }
@@ -164,7 +175,9 @@ inline int64_t channels_of_groups(const TensorShape& shape, int64_t least, int w
 // cluster of blocks. strip_bytes: of neighbouring channels, at the least, where channels are last.
 inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
                           const Card& card, int strip_bytes) {
-  constexpr int64_t kBytes = 32 * 1024;  // of a block's values, where a cluster may have so many blocks
+  // Of a block's values, where a cluster may have so many blocks. More is computed for each where the
+  // channels are reduced.
+  const int64_t some_bytes = (traits.reduces_channels ? 16 : 32) * 1024;
   constexpr int64_t kLeastBytes = 4 * 1024;
   const bool last = shape.channels_last;
   const int64_t row_bytes = shape.pixels * traits.element_bytes;
@@ -180,9 +193,9 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
   const int64_t bytes = channels * row_bytes;
   if (bytes > most_blocks * most_bytes) return false;
 
-  const int blocks = power_of_two_from(divide_up(bytes, kBytes), most_blocks);
-  // Shares of a channel that are less than a line of memory cost more than small pieces gain.
-  const int64_t line = last ? 1 : kLineBytes / traits.element_bytes;
+  const int blocks = power_of_two_from(divide_up(bytes, some_bytes), most_blocks);
+  // Shares of a channel that are less than two sectors of memory cost more than small pieces gain.
+  const int64_t line = last ? 1 : 64 / traits.element_bytes;
   int fewer = blocks;
   while (fewer > 1 && shape.pixels < fewer * line) fewer /= 2;
   const int64_t unit = std::lcm(shape.window_pixels, int64_t(last ? 1 : plan.width));
@@ -205,11 +218,12 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
   return false;
 }
 
-// Pieces small enough that several blocks share a multiprocessor: while some load, others compute.
+// Pieces small enough that several blocks share a multiprocessor: while some load, others compute. Moments
+// cost something for each piece.
 inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
-  constexpr int64_t kBytes = 16 * 1024;
+  const int64_t piece_bytes = (traits.needs_statistics ? 48 : 16) * 1024;
   constexpr int64_t kMostChannels = 512;  // of a strip of channels
-  const int64_t values = kBytes / traits.element_bytes;
+  const int64_t values = piece_bytes / traits.element_bytes;
   const int64_t of_group = shape.channels / shape.groups;
   if (shape.channels_last) {
     const int64_t groups = std::min(std::max<int64_t>(kMostChannels / of_group, 1), shape.groups);

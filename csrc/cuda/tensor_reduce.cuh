@@ -111,8 +111,8 @@ struct ReducingThread {
     const int pixels_of_warp = kWarpThreads / lanes;
     distance = channels_last ? 1 : pixels_of_warp;
     channel = channels_last ? lane % lanes : lane / pixels_of_warp;
-    pixel = threadIdx.x / kWarpThreads * pixels_of_warp +
-            (channels_last ? lane / lanes : lane % pixels_of_warp);
+    pixel =
+        threadIdx.x / kWarpThreads * pixels_of_warp + (channels_last ? lane / lanes : lane % pixels_of_warp);
     pixels = blockDim.x / lanes;
   }
 
