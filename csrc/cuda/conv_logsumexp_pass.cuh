@@ -53,7 +53,7 @@ class LogSumExpPass : public PassBase {
       if (tile.row_block == 0) sum_ = {};
       const float* from = staging() + f * t.stack_channels * kPitch + column;
       LogSumExp<float> of_block[1];
-      add_channels<1, 1>(of_block, 0, 1, channels, [&](int c, float* x) { *x = from[c * kPitch]; });
+      add_channels<16, 1, 1>(of_block, 0, 1, channels, [&](int c, float* x) { *x = from[c * kPitch]; });
       sum_.add(of_block[0]);
       if (tile.row_block + 1 == t.row_blocks) write(tile, column, f, sum_.value());
     }

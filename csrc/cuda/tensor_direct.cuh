@@ -9,7 +9,10 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kDirectThreads = 256;
+constexpr int kDirectThreads = 128;
+// Of a multiprocessor, by registers.
+template <class T>
+constexpr int kLeastDirectBlocks = sizeof(T) == sizeof(double) ? 4 : 7;
 
 // A value of the chain before its reduction.
 template <class Chain, class In>
@@ -27,18 +30,6 @@ class DirectValues {
 
   __device__ T value(int64_t c, int64_t p, const Channel<T>& channel) const {
     return Chain::value(widen<T>(*at(c, p)), channel);
-  }
-
-  // kCount pixels of channel c from p on or, kOfChannels, so many channels of pixel p from c on.
-  template <int kCount, bool kOfChannels>
-  __device__ void load(int64_t c, int64_t p, T* x) const {
-    const auto v = load_pack<kCount>(at(c, p));
-    Channel<T> channel = channel_at(c);
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      if (kOfChannels && k > 0) channel = channel_at(c + k);
-      x[k] = Chain::value(widen<T>(v.element[k]), channel);
-    }
   }
 
  private:
@@ -91,16 +82,29 @@ __device__ void reduce_channels(const TensorWork<Compute<In>>& work, int64_t sam
   const ReducingThread thread(shape.channels_last, work.plan.reducing_lanes);
   const int64_t p = (block * thread.pixels + thread.pixel) * kPixels;
   const bool exists = p < shape.pixels;
-  const DirectValues<Chain, In> values(work, sample);
+  const int64_t first =
+      sample * shape.channels * shape.pixels + (shape.channels_last ? p * shape.channels : p);
+  const int64_t step = shape.channels_last ? 1 : shape.pixels;
+  const In* const from = static_cast<const In*>(work.input) + first;
+  const Norm<T>* const norms = work.norms + sample * shape.channels;
   T y[kPixels];
   thread.logsumexp<Chain, kChannels>(y, exists ? shape.channels : 0, [&](int64_t c, T* x) {
-    values.template load<kCount, kOfChannels>(c, p, x);
+    const auto v = load_pack<kCount>(from + c * step);
+    Channel<T> channel;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (k < kChannels) {
+        channel = make_channel<T>(work.arguments, c + k);
+        set_norm(channel, norms[c + k]);
+      }
+      x[k] = Chain::value(widen<T>(v.element[k]), channel);
+    }
   });
   if (exists) OutputPixels<In>(work.output, sample).store(thread, p, y);
 }
 
 template <class Chain, class In>
-__global__ void __launch_bounds__(kDirectThreads, 2)
+__global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<Compute<In>>)
     tensor_logsumexp(const __grid_constant__ TensorWork<Compute<In>> work, int64_t blocks_per_sample) {
   wait_for_earlier_kernels();
   const int64_t sample = block_index() / blocks_per_sample;

@@ -19,10 +19,7 @@ class PieceOfChain {
   using T = Compute<In>;
 
   __device__ explicit PieceOfChain(const TensorWork<T>& work)
-      : work_(work),
-        plan_(work.plan),
-        piece_(piece_of_block(work.shape, work.plan)),
-        share_(work.plan, work.shape.channels_last) {}
+      : work_(work), plan_(work.plan), piece_(piece_of_block(work.shape, work.plan)), share_(work.plan) {}
 
   __device__ void run() const {
     if constexpr (Chain::kNeedsStatistics) {
@@ -128,12 +125,28 @@ class PieceOfChain {
   __device__ const In* values_in_memory(int c, int p) const {
     return static_cast<const In*>(work_.input) + offset(c, p);
   }
-  // From one of a thread's pixels to the next.
+  // From one of a thread's channels and pixels to the next.
+  __device__ int channel_step() const { return plan_.run_threads * kChannels; }
+  __device__ int pixel_step() const { return plan_.pixel_threads * kPixels; }
   __device__ int tile_step() const {
-    return channels_last() ? share_.pixel_step * plan_.unit_channels : share_.pixel_step;
+    return channels_last() ? pixel_step() * plan_.unit_channels : pixel_step();
   }
   __device__ int64_t memory_step() const {
-    return channels_last() ? share_.pixel_step * work_.shape.channels : share_.pixel_step;
+    return channels_last() ? pixel_step() * work_.shape.channels : pixel_step();
+  }
+
+  // Calls visit(c) for the thread's channels of a run.
+  template <class Visit>
+  __device__ void for_each_channel(int run, const Visit& visit) const {
+    const int first = run * plan_.run_channels;
+    const int end = min(first + plan_.run_channels, piece_.channels);
+    for (int c = first + share_.channel; share_.exists && c < end; c += channel_step()) visit(c);
+  }
+  // Of all its runs.
+  template <class Visit>
+  __device__ void for_each_channel(const Visit& visit) const {
+    for (int run = share_.run; run * plan_.run_channels < piece_.channels; run += plan_.runs_at_once)
+      for_each_channel(run, visit);
   }
 
   __device__ bool cuts_groups() const { return plan_.units_per_group > 1; }
@@ -180,10 +193,10 @@ class PieceOfChain {
 
   __device__ void copy_values() const {
     if (kCount == 1 && is_run()) return copy_run(values_in_memory(0, 0));
-    share_.for_each_channel(piece_, [&](int c) {
+    for_each_channel([&](int c) {
       const In* from = values_in_memory(c, share_.pixel);
       In* to = tile() + tile_offset(c, share_.pixel);
-      for (int p = share_.pixel; p < piece_.pixels; p += share_.pixel_step) {
+      for (int p = share_.pixel; p < piece_.pixels; p += pixel_step()) {
         copy_pack<kCount>(to, from);
         from += memory_step();
         to += tile_step();
@@ -218,27 +231,33 @@ class PieceOfChain {
     int loads;
   };
 
-  // Of parts of the piece: of all that a thread has, where they are of one group, or of each of its channels.
+  // Of parts of the piece: of all that a thread has of a group or, where a run has several of them, of each
+  // of its channels.
   __device__ void take_moments() const {
-    const bool whole = plan_.groups == 1;
-    Taken taken{};
-    for (int first = 0; first < piece_.channels; first += share_.channel_step) {
-      const int c = first + share_.channel;
-      if (share_.exists && c < piece_.channels) take_pixels(c, taken);
-      if (whole) continue;
-      write_parts(taken, c, c < piece_.channels);
-      taken = {};
+    const bool whole = plan_.run_channels == plan_.group_channels;
+    for (int first = 0; first * plan_.run_channels < piece_.channels; first += plan_.runs_at_once) {
+      const int run = first + share_.run;
+      Taken taken{};
+      for_each_channel(run, [&](int c) {
+        take_pixels(c, taken);
+        if (whole) return;
+        write_parts(taken, c);
+        taken = {};
+      });
+      if (!whole) continue;
+      const Deviations<T> part = joined(total_of(taken));
+      if (run < plan_.groups && share_.exists && share_.lane == 0)
+        parts()[run * plan_.parts_per_group + share_.line * plan_.run_threads + share_.run_thread] = part;
     }
-    if (whole) write_part(total_of(taken), share_.line * plan_.channel_threads + share_.channel_index, true);
     __syncthreads();
   }
 
-  // Whether the channels that a wide load meets are of one group.
+  // Whether the channels that a wide load meets are of one part.
   __device__ bool are_together() const { return !kOfChannels || plan_.part_channels > 1; }
 
   __device__ void take_pixels(int c, Taken& taken) const {
     const In* from = tile() + tile_offset(c, share_.pixel);
-    for (int p = share_.pixel; p < piece_.pixels; p += share_.pixel_step, from += tile_step()) {
+    for (int p = share_.pixel; p < piece_.pixels; p += pixel_step(), from += tile_step()) {
       const auto x = normed_values(from, c);
       if (taken.loads == 0) {
 #pragma unroll
@@ -279,27 +298,21 @@ class PieceOfChain {
   }
 
   // Those of a group lie next to each other: its channels' parts in line after line of threads.
-  __device__ void write_parts(const Taken& taken, int c, bool exists) const {
-    const int g = plan_.by_group_channels.divide(c);
-    const int per_line = plan_.parts_per_group / (plan_.pixel_threads / plan_.lanes);
-    const int first = g * plan_.parts_per_group + share_.line * per_line;
+  __device__ void write_parts(const Taken& taken, int c) const {
+    const int per_line = plan_.group_channels / plan_.part_channels;
+    const auto part_of = [&](int c) -> Deviations<T>& {
+      const int g = plan_.by_group_channels.divide(c);
+      const int of_group =
+          are_together() ? (c - g * plan_.group_channels) / kChannels : c - g * plan_.group_channels;
+      return parts()[g * plan_.parts_per_group + share_.line * per_line + of_group];
+    };
     if (are_together()) {
-      const int of_group = c - g * plan_.group_channels;
-      write_part(total_of(taken), first + of_group / kChannels, exists);
+      part_of(c) = total_of(taken);
       return;
     }
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) {
-      const int of_k = plan_.by_group_channels.divide(c + k);
-      const int at =
-          of_k * plan_.parts_per_group + share_.line * per_line + c + k - of_k * plan_.group_channels;
-      write_part({T(taken.loads), taken.shift[k], taken.sum[k], taken.squares[k]}, at, exists);
-    }
-  }
-
-  __device__ void write_part(Deviations<T> part, int index, bool exists) const {
-    part = joined(part);
-    if (exists && share_.exists && share_.lane == 0) parts()[index] = part;
+    for (int k = 0; k < kChannels; ++k)
+      part_of(c + k) = {T(taken.loads), taken.shift[k], taken.sum[k], taken.squares[k]};
   }
 
   // Of so many neighbouring lanes. The loop is not unrolled: a small piece waits for instructions longest.
@@ -409,25 +422,27 @@ class PieceOfChain {
   // From the tile or, kFromMemory, from the tensor.
   template <bool kFromMemory>
   __device__ void store() const {
-    constexpr int kBatch = sizeof(In) < 4 ? 2 : 4;  // loads on their way at a time, as far as registers go
+    // Loads on their way at a time, as far as registers go.
+    constexpr bool kFew = kCount > 4 || (Chain::kNeedsStatistics && (sizeof(In) < 4 || kOfChannels));
+    constexpr int kBatch = kFew ? 2 : 4;
     const In* const input = static_cast<const In*>(work_.input);
     const OutputMemory<In> output(work_.output);
-    share_.for_each_channel(piece_, [&](int c) {
+    for_each_channel([&](int c) {
       Channel<T> channels[kChannels];
 #pragma unroll
       for (int k = 0; k < kChannels; ++k) channels[k] = channel_at(c + k);
       const In* kept = tile() + tile_offset(c, share_.pixel);
       int64_t at = offset(c, share_.pixel);
-      for (int first = share_.pixel; first < piece_.pixels; first += kBatch * share_.pixel_step) {
+      for (int first = share_.pixel; first < piece_.pixels; first += kBatch * pixel_step()) {
         Pack<In, kCount> v[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          if (first + i * share_.pixel_step >= piece_.pixels) continue;
+          if (first + i * pixel_step() >= piece_.pixels) continue;
           v[i] = load_pack<kCount>(kFromMemory ? input + at + i * memory_step() : kept + i * tile_step());
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          if (first + i * share_.pixel_step < piece_.pixels)
+          if (first + i * pixel_step() < piece_.pixels)
             output.store(at + i * memory_step(), finished(v[i], channels));
         }
         kept += kBatch * tile_step();

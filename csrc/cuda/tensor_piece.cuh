@@ -100,41 +100,31 @@ __device__ inline Piece piece_of_block(const TensorShape& shape, const TensorPla
 
 __device__ inline int log2_of(int power_of_two) { return 31 - __clz(power_of_two); }
 
-// The channels and pixels of one thread: it starts with the first, and goes on by steps. A wide load holds
-// kCount pixels of a channel or, kOfChannels, kCount channels of a pixel.
+// The first of the channels and pixels of one thread. A wide load holds kCount pixels of a channel or,
+// kOfChannels, kCount channels of a pixel.
 template <int kCount, bool kOfChannels>
 struct ThreadShare {
-  int channel;
-  int channel_index;  // among the threads that have a pixel's channels
-  int channel_step;
+  int run;
+  int channel;  // of a run
   int pixel;
-  int pixel_step;
-  int lane;     // among those that have the same channels and pixels next to each other
-  int line;     // those lanes' place among all that have the same channels
-  bool exists;  // some threads may be left over
+  int lane;        // among those that have the same channels and pixels next to each other
+  int line;        // those lanes' place among all that have the same channels
+  int run_thread;  // among those that have a run's channels
+  bool exists;     // some threads may be left over
 
-  __device__ ThreadShare(const TensorPlan& plan, bool channels_last) {
+  __device__ explicit ThreadShare(const TensorPlan& plan) {
     lane = threadIdx.x & (plan.lanes - 1);
     const int group = threadIdx.x >> log2_of(plan.lanes);
     line = plan.by_channel_threads.divide(group);
-    channel_index = group - line * plan.channel_threads;
+    const int channel_thread = group - line * plan.channel_threads;
+    run = plan.by_run_threads.divide(channel_thread);
+    run_thread = channel_thread - run * plan.run_threads;
     const int pixel_index = line * plan.lanes + lane;
     exists = pixel_index < plan.pixel_threads;
     constexpr int kChannels = kOfChannels ? kCount : 1;
     constexpr int kPixels = kOfChannels ? 1 : kCount;
-    channel = channel_index * kChannels;
-    channel_step = plan.channel_threads * kChannels;
+    channel = run_thread * kChannels;
     pixel = pixel_index * kPixels;
-    pixel_step = plan.pixel_threads * kPixels;
-  }
-
-  template <class Visit>
-  __device__ void for_each_channel(const Piece& piece, const Visit& visit) const {
-    for (int c = channel; exists && c < piece.channels; c += channel_step) visit(c);
-  }
-  template <class Visit>
-  __device__ void for_each_pixel(const Piece& piece, const Visit& visit) const {
-    for (int p = pixel; p < piece.pixels; p += pixel_step) visit(p);
   }
 };
 

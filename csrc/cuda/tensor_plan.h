@@ -46,17 +46,20 @@ struct TensorPlan {
   int groups;               // of a piece, its share of one counted as one
   int64_t units_per_group;  // 1, unless groups are cut
   // Threads share a piece out by channels and pixels. Without channels last, `lanes` neighbours have pixels
-  // of the same channel.
+  // of the same channel, and each thread has channels of as few groups as possible, for the sake of moments.
   int threads;
   int channel_threads;
+  int run_channels;  // next to each other, that are shared out among so many of the channel_threads
+  int run_threads;
+  int runs_at_once;
   int pixel_threads;
   int lanes;
-  int part_channels;  // that each thread takes the moments of together, where a piece has several groups
+  int part_channels;  // that a thread takes the moments of together
   int parts_per_group;
   int group_lanes;     // that add up the parts of a group
   int reducing_lanes;  // that share the channels of a pixel, where those are reduced
   // Exact for what fits into 31 bits.
-  Divisor by_slices, by_units, by_channel_threads, by_group_channels;
+  Divisor by_slices, by_units, by_channel_threads, by_run_threads, by_group_channels;
   Divisor by_pooled_rows;  // of a whole piece
   // Where things lie in shared memory behind the channels' parameters, in bytes.
   int tile_at;
@@ -80,11 +83,14 @@ inline int power_of_two_from(int64_t least, int most) {
 }
 
 inline void set_lanes(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
-  const bool wide_channels = shape.channels_last && plan.group_channels % plan.width == 0;
-  plan.part_channels = wide_channels ? plan.width : 1;
-  const int parts_per_line =
-      plan.groups == 1 ? plan.channel_threads : plan.group_channels / plan.part_channels;
-  plan.parts_per_group = plan.pixel_threads / plan.lanes * parts_per_line;
+  const int lines = plan.pixel_threads / plan.lanes;
+  if (plan.run_channels == plan.group_channels) {
+    plan.part_channels = plan.group_channels;
+    plan.parts_per_group = lines * plan.run_threads;
+  } else {
+    plan.part_channels = plan.group_channels % plan.width == 0 ? plan.width : 1;
+    plan.parts_per_group = lines * (plan.group_channels / plan.part_channels);
+  }
   plan.group_lanes = power_of_two_from(plan.parts_per_group, kWarp);
   while (plan.group_lanes > 1 && plan.group_lanes * plan.groups > plan.threads) plan.group_lanes /= 2;
 
@@ -97,30 +103,35 @@ inline void set_lanes(TensorPlan& plan, const TensorTraits& traits, const Tensor
     plan.reducing_lanes *= 2;
 }
 
-// Up to kThreads, few loads a thread: a small piece takes as long as its steps one after the other. Beyond,
-// more loads a thread, so that several blocks fit on a multiprocessor: while some load, others compute.
+// As many loads for a thread as let a multiprocessor keep enough values under way, at the registers that it
+// takes; more threads where each value costs more.
 inline void set_threads(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
-  constexpr int kThreads = 256;
   constexpr int kLeastThreads = 128;
-  constexpr int kFewLoads = 4;
-  constexpr int kManyLoads = 16;
+  const int least_loads = traits.reduces_channels ? 3 : 8;
   const int64_t loads = divide_up(int64_t(plan.unit_channels) * plan.slice_pixels, plan.width);
-  plan.threads = std::max({kLeastThreads, power_of_two_from(divide_up(loads, kFewLoads), kThreads),
-                           power_of_two_from(divide_up(loads, kManyLoads), kMostThreads)});
+  plan.threads = kLeastThreads;
+  while (plan.threads < kMostThreads && loads > int64_t(2 * least_loads) * plan.threads) plan.threads *= 2;
   if (shape.channels_last) {
     plan.lanes = 1;
     plan.channel_threads = std::min(plan.unit_channels / plan.width, plan.threads);
-    plan.pixel_threads = plan.threads / plan.channel_threads;
+    plan.run_channels = plan.unit_channels;
+    plan.run_threads = plan.channel_threads;
+    plan.runs_at_once = 1;
   } else {
-    // A line of memory at least. More of a row's loads for each lane, so that fewer moments are added up.
+    // A line of memory at least; few lanes, as each has moments to be added up.
+    constexpr int kFewLoads = 4;
     const int64_t row_loads = divide_up(plan.slice_pixels, plan.width);
     const int line_loads = kLineBytes / (plan.width * traits.element_bytes);
     plan.lanes = std::max(power_of_two_from(divide_up(row_loads, kFewLoads), kWarp),
                           power_of_two_from(row_loads, std::min(line_loads, kWarp)));
-    const int lines = plan.threads / plan.lanes;
-    plan.channel_threads = std::min(plan.unit_channels, lines);
-    plan.pixel_threads = lines / plan.channel_threads * plan.lanes;
+    const int most = std::min(plan.unit_channels, plan.threads / plan.lanes);
+    plan.runs_at_once = std::min(plan.groups, most);
+    plan.run_channels = plan.group_channels;
+    plan.run_threads = most / plan.runs_at_once;
+    plan.channel_threads = plan.run_threads * plan.runs_at_once;
   }
+  plan.pixel_threads = plan.threads / plan.lanes / plan.channel_threads * plan.lanes;
+  plan.by_run_threads = divisor(plan.run_threads);
   plan.by_channel_threads = divisor(plan.channel_threads);
   set_lanes(plan, traits, shape);
 }
@@ -177,7 +188,7 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
                           const Card& card, int strip_bytes) {
   // Of a block's values, where a cluster may have so many blocks. More is computed for each where the
   // channels are reduced.
-  const int64_t some_bytes = (traits.reduces_channels ? 16 : 32) * 1024;
+  const int64_t some_bytes = (traits.reduces_channels ? 16 : 48) * 1024;
   constexpr int64_t kLeastBytes = 4 * 1024;
   const bool last = shape.channels_last;
   const int64_t row_bytes = shape.pixels * traits.element_bytes;
@@ -188,7 +199,7 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
                                : channels_of_groups(shape, least_channels, last ? plan.width : 1);
   // Where samples are read again, they come from the L2 in part: that is better than a block alone on a
   // multiprocessor, which loads and computes in turns.
-  const int64_t most_bytes = traits.reduces_channels ? card.shared_bytes / 2 : card.shared_bytes;
+  const int64_t most_bytes = traits.reduces_channels ? card.shared_bytes / 3 : card.shared_bytes;
   const int most_blocks = card.capability >= 90 ? 8 : 1;
   const int64_t bytes = channels * row_bytes;
   if (bytes > most_blocks * most_bytes) return false;
@@ -221,7 +232,7 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
 // Pieces small enough that several blocks share a multiprocessor: while some load, others compute. Moments
 // cost something for each piece.
 inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
-  const int64_t piece_bytes = (traits.needs_statistics ? 48 : 16) * 1024;
+  const int64_t piece_bytes = (traits.needs_statistics ? 48 : 8) * 1024;
   constexpr int64_t kMostChannels = 512;  // of a strip of channels
   const int64_t values = piece_bytes / traits.element_bytes;
   const int64_t of_group = shape.channels / shape.groups;

@@ -59,13 +59,12 @@ struct LogSumExp {
 };
 
 // Adds the channels first, first + step, ... of kPixels neighbouring pixels. values(c, x) sets
-// x[pixel * kChannels + k] for the channels from c on.
-template <int kPixels, int kChannels, class T, class Index, class Values>
+// x[pixel * kChannels + k] for the channels from c on; so many values are under way at a time.
+template <int kAtOnce, int kPixels, int kChannels, class T, class Index, class Values>
 __device__ void add_channels(LogSumExp<T> (&sums)[kPixels], Index first, Index step, Index channels,
                              const Values& values) {
   constexpr int kValues = kPixels * kChannels;
-  constexpr int kMost = 64 / int(sizeof(T));  // values on their way at a time
-  constexpr int kLoads = kValues < kMost ? kMost / kValues : 1;
+  constexpr int kLoads = kValues < kAtOnce ? kAtOnce / kValues : 1;
   for (Index chunk = first; chunk < channels; chunk += kLoads * step) {
     T x[kLoads][kValues];
     if (chunk + (kLoads - 1) * step < channels) {  // spares a comparison for each
@@ -121,8 +120,8 @@ struct ReducingThread {
   template <class Chain, int kChannels, int kPixels, class T, class Index, class Values>
   __device__ void logsumexp(T (&result)[kPixels], Index channels, const Values& values) const {
     LogSumExp<T> sums[kPixels];
-    add_channels<kPixels, kChannels>(sums, Index(channel) * kChannels, Index(lanes) * kChannels, channels,
-                                     values);
+    add_channels<32 / sizeof(T), kPixels, kChannels>(sums, Index(channel) * kChannels,
+                                                     Index(lanes) * kChannels, channels, values);
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
       sums[p].add_lanes(lanes, distance);
