@@ -14,6 +14,7 @@ private ``_<operator>_backward``. A call meets these dispatch keys from top to b
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from math import isinf, isnan
@@ -353,6 +354,11 @@ class Backward:
     def autograd(self, keyset: Any, *args: Any, **options: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
         if _needs_gradient(tensors) or _has_tangent(tensors):
+            if any(map(_is_dtensor, tensors)):  # what DTensor gives for a conv's second gradient is wrong
+                raise NotImplementedError(
+                    f"{self.operator.name}: gradients of a DTensor cannot be differentiated again "
+                    "(create_graph=True); use local tensors"
+                )
             return self.again(*args, **options)
         with torch._C._AutoDispatchBelowAutograd():
             return self.op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
@@ -507,6 +513,11 @@ def _has_tangent(tensors: Sequence[Tensor | None]) -> bool:
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
         for tensor in tensors
     )
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # without it there is none
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _autocasts(tensor: Any) -> bool:

@@ -1,0 +1,105 @@
+"""What DTensor is told about the operators. Samples do not see each other, so shards of the batch need no communication.
+
+The rules are registered once DTensor is imported: that takes half a second, which a process without it need not spend.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from ._register import OPERATORS, Operator
+
+_log = logging.getLogger("fusedconv")
+
+_DTENSOR = "torch.distributed.tensor"
+
+# Of the outputs, and of the arguments: None for what is no tensor.
+Placements = list[Any]
+Rules = Sequence[tuple[Placements, Placements]]
+
+
+def _place(operator: Operator, args: Sequence[Any], batch: Any) -> Placements:
+    """The operator's arguments: the batch as said, and every parameter whole on each device."""
+    from torch.distributed.tensor import Replicate
+
+    placements: Placements = [None] * len(args)
+    for i in operator.places[len(args)]:
+        if args[i] is not None:
+            placements[i] = Replicate() if i else batch
+    return placements
+
+
+def _forward(operator: Operator, *args: Any, **options: Any) -> Rules:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [([batch], _place(operator, args, batch)) for batch in (Shard(0), Replicate())]
+
+
+def _backward(operator: Operator, grad: Any, *args: Any, **options: Any) -> Rules:
+    """Each device has its samples' share of a parameter's gradient."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    *arguments, _ = args  # without the mask: what it does not ask for has no elements, wherever they are
+    return [
+        (
+            [share if i else batch for i in operator.tensors],
+            [batch, *_place(operator, arguments, batch), None],
+        )
+        for batch, share in ((Shard(0), Partial()), (Replicate(), Replicate()))
+    ]
+
+
+def _register() -> None:
+    try:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+        from torch.distributed.tensor.experimental import register_sharding
+
+        schemas: dict[Any, Any] = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    except (ImportError, AttributeError) as error:  # DTensor itself then says what it has no rule for
+        _log.info("no rules for DTensor of this torch: %s", error)
+        return
+    for operator in OPERATORS.values():
+        for op, rule in ((operator.op, _forward), (operator.backward.op, _backward)):
+            register_sharding(op)(partial(rule, operator))
+            # DTensor remembers the output's shape by the arguments it is told to look at. register_sharding tells
+            # it to pass over those before the first int: stride and padding.
+            options = [a.name for a in op._schema.arguments if a.kwarg_only]
+            schemas[op] = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=options, needs_pytree=True)
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds DTensor's module as the other finders do, and registers the rules once it has been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _DTENSOR:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            sys.meta_path.remove(self)  # not before: a spec may be asked for without an import
+            _register()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def register_when_imported() -> None:
+    if _DTENSOR in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _AfterImport())
