@@ -191,11 +191,12 @@ class Mesh:
 
     def __init__(self, device: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
         mesh = init_device_mesh(device, (WORLD,))
         self.shard: Callable[..., Any] = lambda t, dim=0: distribute_tensor(t, mesh, [Shard(dim)])
         self.replicate: Callable[..., Any] = lambda t: distribute_tensor(t, mesh, [Replicate()])
+        self.replicate_module: Callable[..., Any] = lambda module: distribute_module(module, mesh)
 
 
 def dtensor(rank: int, device: str) -> None:
@@ -283,6 +284,36 @@ def dtensor_of_other_calls(rank: int, device: str) -> None:
         y = row.conv_op(leaf, placed_weight, None, placed)
         with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
             torch.autograd.grad(y.sum(), leaf, create_graph=True)
+
+
+def dtensor_of_modules(rank: int, device: str) -> None:
+    """A module whose parameters are DTensors runs the operator with the conv, under autocast too."""
+    mesh = Mesh(device)
+    for row in CONV_ROWS:
+        model, single = models(row, device, torch.float32)
+        model = mesh.replicate_module(model)
+        x = samples(0, device, torch.float32)
+        for autocast in (False, True):
+            results: list[Any] = []
+            for m, given in ((model, mesh.shard(x)), (single, x)):
+                m.zero_grad()
+                with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                    assert cast(Any, m)._operator.startswith("conv2d_")
+                    y = m(given)
+                y.float().square().sum().backward()
+                results.append(y.detach())
+            y, expected = whole(results[0]), results[1]
+            assert y.dtype == expected.dtype
+            if autocast:  # PyTorch's conv, whose rounding may depend on the batch
+                torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+                continue
+            assert torch.equal(y, expected)
+            largest = max(float(p.grad.norm()) for p in single.parameters() if p.grad is not None)
+            for name, parameter in model.named_parameters():
+                gradient = single.get_parameter(name).grad
+                assert gradient is not None
+                difference = float((whole(parameter.grad) - gradient).norm())
+                assert difference <= 1e-5 * max(float(gradient.norm()), 1e-3 * largest), name
 
 
 def failing(rank: int, device: str) -> None:

@@ -51,6 +51,11 @@ def test_dtensor_of_other_calls(backend: str, tmp_path: Path) -> None:
     ranks.on_two_ranks(ranks.dtensor_of_other_calls, backend, tmp_path)
 
 
+@backends
+def test_dtensor_of_modules(backend: str, tmp_path: Path) -> None:
+    ranks.on_two_ranks(ranks.dtensor_of_modules, backend, tmp_path)
+
+
 def test_a_failure_on_one_rank_is_reported(tmp_path: Path) -> None:
     """At once, though the other waits for it."""
     with pytest.raises(Exception, match="this rank fails"):
