@@ -216,6 +216,14 @@ MUTATIONS = (
              "if asked is not natural and (", "if False and (", "tests/test_numerics.py -k output_dtype"),
     Mutation("precision", "the setting is not passed on", PYTHON + "nn.py",
              "return precision_to_record()", "return None", "tests/test_config.py -k guarded"),
+    Mutation("DTensor", "an output's shape is remembered whatever padding DTensor is given", PYTHON + "_sharding.py",
+             "static_argnum=0,", "static_argnum=100,", "tests/test_distributed.py -k dtensor"),
+    Mutation("DTensor", "DTensor takes a device's share of a gradient for the whole", PYTHON + "_sharding.py",
+             "(Shard(0), Partial())", "(Shard(0), Replicate())", "tests/test_distributed.py -k dtensor"),
+    Mutation("DTensor", "no rules where DTensor is imported later", PYTHON + "_sharding.py",
+             "sys.meta_path.insert(0, _AfterImport())", "pass", "tests/test_distributed.py -k imports"),
+    Mutation("DTensor", "DTensor's wrong second gradients are given", PYTHON + "_register.py",
+             "if any(map(_is_dtensor, tensors)):", "if False:", "tests/test_distributed.py -k other_calls"),
 )  # fmt: skip
 
 

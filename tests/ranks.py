@@ -230,7 +230,9 @@ def dtensor(rank: int, device: str) -> None:
                 leaves = [t.detach().clone().requires_grad_() for t in (values | {"x": half}).values()]
                 part = run(dict(zip(tensors, leaves, strict=True)))
                 halves.append((part, *torch.autograd.grad(part.square().sum(), leaves)))
-            assert torch.equal(y.full_tensor(), run(values))
+            expected = run(values)
+            assert y.shape == expected.shape
+            assert torch.equal(y.full_tensor(), expected)
             for name, got, one, other in zip(tensors, found, *[h[1:] for h in halves], strict=True):
                 right = torch.cat([one, other]) if name == "x" else one + other
                 torch.testing.assert_close(got.full_tensor(), right, rtol=1e-5, atol=1e-4)
