@@ -103,11 +103,13 @@ inline void set_lanes(TensorPlan& plan, const TensorTraits& traits, const Tensor
     plan.reducing_lanes *= 2;
 }
 
-// As many loads for a thread as let a multiprocessor keep enough values under way, at the registers that it
-// takes; more threads where each value costs more.
+// Where values wait for their moments, as many loads for a thread as keep enough of them under way on a
+// multiprocessor, at the registers that a thread takes; few where they do not, or where each value costs
+// more.
 inline void set_threads(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
   constexpr int kLeastThreads = 128;
-  const int least_loads = traits.reduces_channels ? 3 : 8;
+  const bool keeps_many = traits.needs_statistics && !(plan.resident && traits.reduces_channels);
+  const int least_loads = keeps_many ? 8 : 3;
   const int64_t loads = divide_up(int64_t(plan.unit_channels) * plan.slice_pixels, plan.width);
   plan.threads = kLeastThreads;
   while (plan.threads < kMostThreads && loads > int64_t(2 * least_loads) * plan.threads) plan.threads *= 2;
@@ -199,7 +201,7 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
                                : channels_of_groups(shape, least_channels, last ? plan.width : 1);
   // Where samples are read again, they come from the L2 in part: that is better than a block alone on a
   // multiprocessor, which loads and computes in turns.
-  const int64_t most_bytes = traits.reduces_channels ? card.shared_bytes / 3 : card.shared_bytes;
+  const int64_t most_bytes = traits.reduces_channels ? card.shared_bytes / 2 : card.shared_bytes;
   const int most_blocks = card.capability >= 90 ? 8 : 1;
   const int64_t bytes = channels * row_bytes;
   if (bytes > most_blocks * most_bytes) return false;
@@ -232,7 +234,7 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
 // Pieces small enough that several blocks share a multiprocessor: while some load, others compute. Moments
 // cost something for each piece.
 inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
-  const int64_t piece_bytes = (traits.needs_statistics ? 48 : 8) * 1024;
+  const int64_t piece_bytes = (traits.needs_statistics ? 48 : 16) * 1024;
   constexpr int64_t kMostChannels = 512;  // of a strip of channels
   const int64_t values = piece_bytes / traits.element_bytes;
   const int64_t of_group = shape.channels / shape.groups;
