@@ -174,6 +174,7 @@ class PieceOfChain {
                              : kind == kScale     ? arguments.scale
                              : kind == kNormScale ? arguments.norm_weight
                                                   : arguments.norm_bias;
+#pragma unroll 1
     for (int c = threadIdx.x / 4; c < piece_.channels; c += blockDim.x / 4)
       parameter(kind, c) = value_of<T>(source, piece_.channel + c, T(kind == kNormScale));
   }
@@ -315,7 +316,8 @@ class PieceOfChain {
       part_of(c + k) = {T(taken.loads), taken.shift[k], taken.sum[k], taken.squares[k]};
   }
 
-  // Of so many neighbouring lanes. The loop is not unrolled: a small piece waits for instructions longest.
+  // Of so many neighbouring lanes. The loop is not unrolled: a small piece waits longest for its
+  // instructions.
   __device__ static void add_lanes(Sums<double>& sums, int lanes) {
 #pragma unroll 1
     for (int distance = 1; distance < lanes; distance *= 2)
@@ -338,7 +340,8 @@ class PieceOfChain {
     return {count, mean, T(about_mean.sum), T(about_mean.squares)};
   }
 
-  // Calls give(group, lane, lanes, its moments) in so many lanes for each group of the piece.
+  // Calls give(group, lane, lanes, its moments) in so many lanes for each group of the piece. Nor are the
+  // loops from here on unrolled.
   template <class Give>
   __device__ void sum_groups(const Give& give) const {
     const int lanes = plan_.group_lanes;
@@ -350,6 +353,7 @@ class PieceOfChain {
       const Deviations<T>* const of_group = parts() + g * plan_.parts_per_group;
       const double shift = exists ? of_group[0].shift : 0;  // the first part is never empty
       Sums<double> sums{};
+#pragma unroll 1
       for (int i = lane; exists && i < plan_.parts_per_group; i += lanes) sums.add(of_group[i], shift);
       add_lanes(sums, lanes);
       const double n = double(group_channels()) * piece_.pixels;
@@ -374,7 +378,7 @@ class PieceOfChain {
       const Deviations<double>* const of_group = moments() + plan_.by_group_channels.divide(c);
       const double shift = of_group->shift;
       Sums<double> sums{};
-#pragma unroll 2
+#pragma unroll 1
       for (int block = 0; block < int(plan_.slices); ++block) sums.add(of_group[block * plan_.groups], shift);
       set_parameters(c, norm_of<T>(sums, shift, work_.share_of_value, work_.arguments.eps,
                                    parameter(kNormScale, c), parameter(kNormShift, c)));
@@ -422,9 +426,8 @@ class PieceOfChain {
   // From the tile or, kFromMemory, from the tensor.
   template <bool kFromMemory>
   __device__ void store() const {
-    // Loads on their way at a time, as far as registers go.
-    constexpr bool kFew = kCount > 4 || (Chain::kNeedsStatistics && (sizeof(In) < 4 || kOfChannels));
-    constexpr int kBatch = kFew ? 2 : 4;
+    // Loads on their way at a time: more from memory, as far as registers go.
+    constexpr int kBatch = Chain::kNeedsStatistics || kCount > 4 ? 2 : 4;
     const In* const input = static_cast<const In*>(work_.input);
     const OutputMemory<In> output(work_.output);
     for_each_channel([&](int c) {
