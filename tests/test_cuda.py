@@ -331,6 +331,20 @@ def test_a_mean_much_larger_than_the_deviation(row: Row, size: int, layout: torc
     check(row, v, own)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("size", [16, 64, 512])
+def test_one_value_far_from_all_others(size: int, layout: torch.memory_format) -> None:
+    """The first one, about which deviations might be taken, costs the others no digits."""
+    gen = generator("far", size)
+    v = (randn(gen, 2, 8, size, size) + 5).cuda().contiguous(memory_format=layout)
+    v[:, 0, 0, 0] = size * 3.0
+    y = torch.ops.fusedconv.group_norm_silu(v, 2, None, None, 1e-5)
+    reference = torch.nn.functional.silu(torch.nn.functional.group_norm(v.double(), 2))
+    error = (y.double() - reference).abs()
+    error[:, 0, 0, 0] = 0
+    assert error.max() < 2e-6 * reference[:, :, 1:].abs().max()
+
+
 def test_errors_name_the_operator() -> None:
     with pytest.raises((RuntimeError, ValueError, TypeError), match="input"):
         torch.ops.fusedconv.relu_hardswish(torch.ones(1, 8, 4, 4, device="cuda", dtype=torch.int32))

@@ -508,9 +508,10 @@ def test_bits_of_the_chain_alone(row: Row, layout: torch.memory_format, dtype: t
 @layouts
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 def test_small_calls_of_the_chain_alone(row: Row, layout: torch.memory_format, dtype: torch.dtype) -> None:
-    """Against float64 on the CPU, for compute-sanitizer."""
+    """Against float64 on the CPU, for compute-sanitizer. The last two: clusters of blocks, and too large for them."""
     gen = generator(row.chain, layout, dtype)
-    for channels, height, width in ((1, 9, 33), (24, 5, 17), (33, 12, 8), (200, 3, 31)):
+    sizes = ((1, 9, 33), (24, 5, 17), (33, 12, 8), (200, 3, 31), (8, 72, 100), (1, 960, 640))
+    for channels, height, width in sizes:
         own = draw_own(row, channels, gen, dtype=dtype)
         v = randn(gen, 2, channels, height, width).to(dtype=dtype, memory_format=layout)
         with torch.no_grad(), poisoned():
