@@ -68,6 +68,8 @@ struct Chain {
   static_assert(!Final::kReadsConv, "after a reduction there is no conv's output of the same place");
 
   static constexpr bool kNeedsStatistics = Norm::kNeedsStatistics;
+  // Of the parameters that are not the norm's.
+  static constexpr bool kReadsChannel = Pre::kReadsChannel || Post::kReadsChannel || Final::kReadsChannel;
   // Between the statistics and the rest, Pre(v) is kept; but v itself where Post wants it back, or where Pre
   // changes nothing. Without statistics there is no rest: Pre is applied with all the others.
   static constexpr bool kKeepsConv = Post::kReadsConv || std::is_same_v<Pre, Sequence<>> || !kNeedsStatistics;

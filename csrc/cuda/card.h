@@ -5,7 +5,7 @@ namespace fusedconv {
 namespace cuda {
 
 struct Card {
-  int capability;  // 90 for compute capability 9.0
+  int capability;  // 90 for compute capability 9.0; an older one's, if it runs the code of that
   int multiprocessors;
   int shared_bytes;       // of shared memory, at most, for one block
   bool overlaps_kernels;  // a kernel may start while the one before it ends, also in a captured graph

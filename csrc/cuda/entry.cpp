@@ -1,5 +1,6 @@
 #include "entry.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -38,15 +39,20 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Whether kernels may overlap: they must have been compiled to wait for one another, and a captured graph
-// must know of it, which it does since CUDA 12.3.
-bool overlaps_kernels() {
-  constexpr int kFirstArchitecture = 90;
-  constexpr int kFirstDriver = 12030;
+// For which architecture the code was compiled that the current device runs: it may be an older one's.
+int architecture_of_code() {
   const RelaxedCapture relaxed;
   int architecture = 0;
-  int driver = 0;
   check_cuda(cuda::find_architecture(architecture), "cudaFuncGetAttributes");
+  return architecture;
+}
+
+// Whether kernels may overlap: they must have been compiled to wait for one another, and a captured graph
+// must know of it, which it does since CUDA 12.3.
+bool overlaps_kernels(int architecture) {
+  constexpr int kFirstArchitecture = 90;
+  constexpr int kFirstDriver = 12030;
+  int driver = 0;
   check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   return architecture >= kFirstArchitecture && driver >= kFirstDriver;
 }
@@ -58,10 +64,12 @@ cuda::Card card_of(int device) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = cards.find(device);
   if (found != cards.end()) return found->second;
+  const int architecture = architecture_of_code();
   const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
                          attribute_of(device, cudaDevAttrComputeCapabilityMinor);
-  const cuda::Card card{capability, attribute_of(device, cudaDevAttrMultiProcessorCount),
-                        attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin), overlaps_kernels()};
+  const cuda::Card card{
+      std::min(capability, architecture), attribute_of(device, cudaDevAttrMultiProcessorCount),
+      attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin), overlaps_kernels(architecture)};
   cards.emplace(device, card);
   return card;
 }

@@ -89,8 +89,6 @@ class TensorRun {
   static constexpr bool kStores = Chain::Reduce::kStores;
   static constexpr bool kNeedsStatistics = Chain::kNeedsStatistics;
   static constexpr bool kNeedsPieces = kStores || kNeedsStatistics;
-  static constexpr bool kReadsChannel =
-      Chain::Pre::kReadsChannel || Chain::Post::kReadsChannel || Chain::Final::kReadsChannel;
   static constexpr int kVector = kVectorBytes / int(sizeof(In));
 
   // Whether both tensors have the layout, or the output need not: where it is smaller, any strides will do.
@@ -99,13 +97,11 @@ class TensorRun {
   }
 
   void plan(bool channels_last, const cuda::Card& card) {
-    const cuda::TensorTraits traits{kNeedsStatistics, Chain::Reduce::kPools, Chain::Reduce::kReducesChannels,
-                                    int(sizeof(In)),  int(sizeof(T)),        kVector};
-    const size_t output_vector = kVector * (output_.dtype == input_.dtype ? sizeof(In) : sizeof(T));
-    const bool aligned =
-        is_aligned(input_.data, kVectorBytes) && (!kStores || is_aligned(output_.data, output_vector));
+    const cuda::TensorTraits traits{kNeedsStatistics, Chain::Reduce::kReducesChannels, int(sizeof(In)),
+                                    int(sizeof(T)), kVector};
     work_.shape = shape(channels_last);
-    work_.plan = plan_tensor(traits, work_.shape, aligned, card);
+    const int widest = widest_load(traits, work_.shape);
+    work_.plan = plan_tensor(traits, work_.shape, may_start(widest) ? widest : 1, card);
     work_.input = input_.data;
     work_.output = output_;
     work_.arguments = problem_.arguments;
@@ -119,11 +115,19 @@ class TensorRun {
     }
   }
 
+  // Whether loads and stores of so many elements may start where the tensors do. The elements divide a row:
+  // so it is the same for every sample.
+  bool may_start(int elements) const {
+    const size_t out_bytes = output_.dtype == input_.dtype ? sizeof(In) : sizeof(T);
+    return is_aligned(input_.data, elements * sizeof(In)) &&
+           (!kStores || is_aligned(output_.data, std::min<size_t>(elements * out_bytes, kVectorBytes)));
+  }
+
   TensorShape shape(bool channels_last) const {
     const int64_t* size = input_.size;
     const int64_t pixels = size[2] * size[3];
     if (!kNeedsStatistics && kStores) {  // samples are nothing of their own, nor even channels perhaps
-      if (!kReadsChannel) return {1, 1, element_count(input_), false, 1, 1};
+      if (!Chain::kReadsChannel) return {1, 1, element_count(input_), false, 1, 1};
       if (channels_last) return {1, size[1], size[0] * pixels, true, 1, 1};
     }
     const int64_t groups = kNeedsStatistics ? problem_.arguments.num_groups : 1;

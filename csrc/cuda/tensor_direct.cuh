@@ -10,38 +10,16 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 constexpr int kDirectThreads = 128;
-// Of a multiprocessor, by registers.
+// Of the logsumexp on a multiprocessor, by registers: enough loads on their way.
 template <class T>
 constexpr int kLeastDirectBlocks = sizeof(T) == sizeof(double) ? 4 : 7;
 
-// A value of the chain before its reduction.
-template <class Chain, class In>
-class DirectValues {
- public:
-  using T = Compute<In>;
-
-  __device__ DirectValues(const TensorWork<T>& work, int64_t sample) : work_(work), sample_(sample) {}
-
-  __device__ Channel<T> channel_at(int64_t c) const {
-    Channel<T> channel = make_channel<T>(work_.arguments, c);
-    if (work_.norms != nullptr) set_norm(channel, work_.norms[sample_ * work_.shape.channels + c]);
-    return channel;
-  }
-
-  __device__ T value(int64_t c, int64_t p, const Channel<T>& channel) const {
-    return Chain::value(widen<T>(*at(c, p)), channel);
-  }
-
- private:
-  __device__ const In* at(int64_t c, int64_t p) const {
-    const TensorShape& shape = work_.shape;
-    const int64_t place = shape.channels_last ? p * shape.channels + c : c * shape.pixels + p;
-    return static_cast<const In*>(work_.input) + sample_ * shape.channels * shape.pixels + place;
-  }
-
-  const TensorWork<T>& work_;
-  const int64_t sample_;
-};
+template <class T>
+__device__ Channel<T> channel_at(const TensorWork<T>& work, int64_t sample, int64_t c) {
+  Channel<T> channel = make_channel<T>(work.arguments, c);
+  if (work.norms != nullptr) set_norm(channel, work.norms[sample * work.shape.channels + c]);
+  return channel;
+}
 
 // A thread for each output; neighbours have outputs that are neighbours in memory.
 template <class Chain, class In>
@@ -53,21 +31,24 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
   if (sample >= work.shape.samples) return;
   const int64_t i = block_index() % blocks_per_sample * kDirectThreads + threadIdx.x;
   const Tensor& output = work.output;
-  const int64_t channels = work.shape.channels;
+  const TensorShape& shape = work.shape;
   const int64_t pooled_cols = output.size[3];
   const int64_t pooled = output.size[2] * pooled_cols;
-  if (i >= channels * pooled) return;
-  const int64_t c = work.shape.channels_last ? i % channels : i / pooled;
-  const int64_t window = work.shape.channels_last ? i / channels : i % pooled;
+  if (i >= shape.channels * pooled) return;
+  const int64_t c = shape.channels_last ? i % shape.channels : i / pooled;
+  const int64_t window = shape.channels_last ? i / shape.channels : i % pooled;
   const int64_t row = window / pooled_cols;
   const int64_t col = window % pooled_cols;
   const int64_t* size = work.arguments.pool;
-  const int64_t cols = work.shape.window_pixels / size[0];
+  const int64_t cols = shape.window_pixels / size[0];
   const int64_t first = row * size[0] * cols + col * size[1];
-  const DirectValues<Chain, In> values(work, sample);
-  const Channel<T> channel = values.channel_at(c);
-  const T most = window_maximum<T>(
-      size[0], size[1], [&](int64_t r, int64_t q) { return values.value(c, first + r * cols + q, channel); });
+  const int64_t step = shape.channels_last ? shape.channels : 1;  // from pixel to pixel
+  const In* const from = static_cast<const In*>(work.input) + sample * shape.channels * shape.pixels +
+                         (shape.channels_last ? c : c * shape.pixels) + first * step;
+  const Channel<T> channel = channel_at(work, sample, c);
+  const T most = window_maximum<T>(size[0], size[1], [&](int64_t r, int64_t q) {
+    return Chain::value(widen<T>(from[(r * cols + q) * step]), channel);
+  });
   const int64_t* stride = output.stride;
   OutputMemory<In>(output).store(sample * stride[0] + c * stride[1] + row * stride[2] + col * stride[3],
                                  Pack<T, 1>{Chain::Final::value(most, most, channel)});
@@ -86,17 +67,13 @@ __device__ void reduce_channels(const TensorWork<Compute<In>>& work, int64_t sam
       sample * shape.channels * shape.pixels + (shape.channels_last ? p * shape.channels : p);
   const int64_t step = shape.channels_last ? 1 : shape.pixels;
   const In* const from = static_cast<const In*>(work.input) + first;
-  const Norm<T>* const norms = work.norms + sample * shape.channels;
   T y[kPixels];
   thread.logsumexp<Chain, kChannels>(y, exists ? shape.channels : 0, [&](int64_t c, T* x) {
     const auto v = load_pack<kCount>(from + c * step);
     Channel<T> channel;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      if (k < kChannels) {
-        channel = make_channel<T>(work.arguments, c + k);
-        set_norm(channel, norms[c + k]);
-      }
+      if (k < kChannels) channel = channel_at(work, sample, c + k);
       x[k] = Chain::value(widen<T>(v.element[k]), channel);
     }
   });

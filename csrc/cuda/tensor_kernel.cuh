@@ -32,8 +32,6 @@ class PieceOfChain {
  private:
   static constexpr int kChannels = kOfChannels ? kCount : 1;  // that one wide load meets
   static constexpr int kPixels = kOfChannels ? 1 : kCount;
-  static constexpr bool kReadsChannel =
-      Chain::Pre::kReadsChannel || Chain::Post::kReadsChannel || Chain::Final::kReadsChannel;
   __device__ static int channel_of(int k) { return kOfChannels ? k : 0; }
 
   // ---- the steps ----
@@ -76,7 +74,7 @@ class PieceOfChain {
 
   // Straight from memory to memory.
   __device__ void finish() const {
-    if constexpr (kReadsChannel || Chain::kNeedsStatistics) {
+    if constexpr (Chain::kReadsChannel || Chain::kNeedsStatistics) {
       load_parameters(false);
       if constexpr (Chain::kNeedsStatistics) load_norms();
       __syncthreads();
@@ -101,6 +99,7 @@ class PieceOfChain {
   }
   // Of the piece's channels, one kind after the other.
   enum Kind { kBias, kScale, kNormScale, kNormShift, kMean };
+  static_assert(kMean + 1 == cuda::kParameterKinds);
   __device__ T& parameter(int kind, int c) const {
     return reinterpret_cast<T*>(shared_memory)[kind * plan_.unit_channels + c];
   }
@@ -169,7 +168,7 @@ class PieceOfChain {
   __device__ void load_parameters(bool with_affine) const {
     const Arguments& arguments = work_.arguments;
     const int kind = threadIdx.x % 4;
-    if (kind == kBias || kind == kScale ? !kReadsChannel : !with_affine) return;
+    if (kind == kBias || kind == kScale ? !Chain::kReadsChannel : !with_affine) return;
     const Parameter source = kind == kBias        ? arguments.bias
                              : kind == kScale     ? arguments.scale
                              : kind == kNormScale ? arguments.norm_weight
@@ -223,9 +222,9 @@ class PieceOfChain {
 
   // ---- moments ----
 
-  // A thread's values, about the first of them: so that neither a mean much larger than the deviation nor a
-  // few values far from the others cost digits. Those of a wide load are summed apart until the end.
+  // Sums of a thread's values about a shift; those of a wide load apart until the end.
   struct Taken {
+    bool has_shift;
     T shift[kChannels];
     T sum[kCount];
     T squares[kCount];
@@ -238,19 +237,53 @@ class PieceOfChain {
     const bool whole = plan_.run_channels == plan_.group_channels;
     for (int first = 0; first * plan_.run_channels < piece_.channels; first += plan_.runs_at_once) {
       const int run = first + share_.run;
-      Taken taken{};
-      for_each_channel(run, [&](int c) {
-        take_pixels(c, taken);
-        if (whole) return;
-        write_parts(taken, c);
-        taken = {};
-      });
-      if (!whole) continue;
-      const Deviations<T> part = joined(total_of(taken));
-      if (run < plan_.groups && share_.exists && share_.lane == 0)
-        parts()[run * plan_.parts_per_group + share_.line * plan_.run_threads + share_.run_thread] = part;
+      if (whole) {
+        const Taken taken =
+            taken_by([&](Taken& to) { for_each_channel(run, [&](int c) { take_pixels(c, to); }); });
+        const Deviations<T> part = joined(total_of(taken));
+        if (run < plan_.groups && share_.exists && share_.lane == 0)
+          parts()[run * plan_.parts_per_group + share_.line * plan_.run_threads + share_.run_thread] = part;
+      } else {
+        for_each_channel(run,
+                         [&](int c) { write_parts(taken_by([&](Taken& to) { take_pixels(c, to); }), c); });
+      }
     }
     __syncthreads();
+  }
+
+  // About the first values and, should those lie far from the others, again about the mean: so neither a mean
+  // much larger than the deviation nor a few values far from the rest cost digits.
+  template <class Take>
+  __device__ Taken taken_by(const Take& take) const {
+    Taken taken{};
+    for (bool again = false;; again = true) {
+      take(taken);
+      if (again || !cancels(taken)) return taken;
+      taken = about_means(taken);
+    }
+  }
+
+  // Whether three quarters of the squares, or more, come from the shift alone.
+  __device__ static bool cancels(T count, T sum, T squares) { return 4 * sum * sum > 3 * count * squares; }
+  __device__ bool cancels(const Taken& taken) const {
+    if (are_together()) {
+      const Deviations<T> total = total_of(taken);
+      return cancels(total.count, total.sum, total.squares);
+    }
+    bool any = false;
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) any |= cancels(T(taken.loads), taken.sum[k], taken.squares[k]);
+    return any;
+  }
+
+  __device__ Taken about_means(const Taken& taken) const {
+    Taken again{true};
+    const Deviations<T> total = total_of(taken);
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k)
+      again.shift[k] =
+          taken.shift[k] + (are_together() ? total.sum / total.count : taken.sum[k] / T(taken.loads));
+    return again;
   }
 
   // Whether the channels that a wide load meets are of one part.
@@ -260,9 +293,11 @@ class PieceOfChain {
     const In* from = tile() + tile_offset(c, share_.pixel);
     for (int p = share_.pixel; p < piece_.pixels; p += pixel_step(), from += tile_step()) {
       const auto x = normed_values(from, c);
-      if (taken.loads == 0) {
+      if (!taken.has_shift) {
+        const T mean = mean_of(x);
 #pragma unroll
-        for (int k = 0; k < kChannels; ++k) taken.shift[k] = are_together() ? x.element[0] : x.element[k];
+        for (int k = 0; k < kChannels; ++k) taken.shift[k] = are_together() ? mean : x.element[k];
+        taken.has_shift = true;
       }
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
@@ -272,6 +307,16 @@ class PieceOfChain {
       }
       ++taken.loads;
     }
+  }
+
+  // Of equal values, their value.
+  __device__ static T mean_of(Pack<T, kCount> x) {
+#pragma unroll
+    for (int k = kCount / 2; k > 0; k /= 2) {
+#pragma unroll
+      for (int i = 0; i < k; ++i) x.element[i] = T(0.5) * x.element[i] + T(0.5) * x.element[i + k];
+    }
+    return x.element[0];
   }
 
   // What the norm gets.

@@ -17,7 +17,6 @@ namespace cuda {
 // What the plan needs to know of a chain and its types.
 struct TensorTraits {
   bool needs_statistics;
-  bool pools;
   bool reduces_channels;
   int element_bytes;
   int compute_bytes;
@@ -71,6 +70,7 @@ struct TensorPlan {
 constexpr int kWarp = 32;
 constexpr int kLineBytes = 128;  // of memory
 constexpr int kMostThreads = 512;
+constexpr int kParameterKinds = 5;    // that a channel has
 constexpr int kMostWideChannels = 4;  // of a load: a thread has the parameters of each in registers
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -146,9 +146,9 @@ inline void set_shared_memory(TensorPlan& plan, const TensorTraits& traits) {
     bytes += round_up(count * size, kAlignment);
     return int(at);
   };
-  take(5 * plan.unit_channels, traits.compute_bytes);
+  take(int64_t(kParameterKinds) * plan.unit_channels, traits.compute_bytes);
   plan.tile_at = take(int64_t(plan.unit_channels) * plan.slice_pixels, traits.element_bytes);
-  const int64_t blocks = plan.resident ? plan.slices : 1;
+  const int64_t blocks = plan.resident ? plan.slices : 0;
   plan.parts_at = take(int64_t(plan.parts_per_group) * plan.groups, 4 * traits.compute_bytes);
   plan.moments_at = take(blocks * plan.groups, 4 * sizeof(double));
   plan.shared_bytes = bytes;
@@ -235,7 +235,7 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
 // cost something for each piece.
 inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
   const int64_t piece_bytes = (traits.needs_statistics ? 48 : 16) * 1024;
-  constexpr int64_t kMostChannels = 512;  // of a strip of channels
+  constexpr int64_t kMostChannels = 512;  // whose parameters and moments leave room for others
   const int64_t values = piece_bytes / traits.element_bytes;
   const int64_t of_group = shape.channels / shape.groups;
   if (shape.channels_last) {
@@ -246,12 +246,12 @@ inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const Tens
     set_piece(plan, traits, shape, channels, std::min(std::max<int64_t>(values / channels, 1), shape.pixels));
   } else {
     const int64_t pixels = std::min(values, shape.pixels);
-    const int64_t channels = std::min(std::max<int64_t>(values / pixels, 1), of_group);
+    const int64_t channels = std::min({std::max<int64_t>(values / pixels, 1), of_group, kMostChannels});
     set_piece(plan, traits, shape, channels, pixels);
   }
 }
 
-// Elements of the widest load that divides the tensor's rows: of 16 bytes or, without channels last, of 8.
+// Elements of the widest load that divides the tensor's rows: of 16 bytes or 8.
 inline int widest_load(const TensorTraits& traits, const TensorShape& shape) {
   if (shape.channels_last) {
     const int width = std::min(traits.vector, kMostWideChannels);
@@ -261,17 +261,12 @@ inline int widest_load(const TensorTraits& traits, const TensorShape& shape) {
   return shape.pixels % (traits.vector / 2) == 0 ? traits.vector / 2 : 1;
 }
 
-// aligned: wide loads and stores may start where the tensors start. It changes no partition.
-inline TensorPlan plan_tensor(const TensorTraits& traits, const TensorShape& shape, bool aligned,
+// width: elements of a load, widest_load() or 1.
+inline TensorPlan plan_tensor(const TensorTraits& traits, const TensorShape& shape, int width,
                               const Card& card) {
   TensorPlan plan{};
-  plan.width = widest_load(traits, shape);
+  plan.width = width;
   if (!traits.needs_statistics || !plan_resident(plan, traits, shape, card)) plan_pieces(plan, traits, shape);
-  if (!aligned && plan.width > 1) {
-    plan.width = 1;
-    set_threads(plan, traits, shape);
-    set_shared_memory(plan, traits);
-  }
   return plan;
 }
 
