@@ -28,7 +28,16 @@ from torch.utils._pytree import tree_map
 
 from ._conv import GEOMETRY, OWN, TENSORS, convolution, convolution_backward
 from ._launch import Launcher, Run
-from .chains import CHAINS, CHECKS, Chain, Shape, check_conv, check_image, check_output_dtype
+from .chains import (
+    CHAINS,
+    CHECKS,
+    Chain,
+    Shape,
+    check_conv,
+    check_image,
+    check_output_dtype,
+    check_tensor,
+)
 from .config import check_precision, get_float32_precision, is_traced
 
 LIBRARY: Any = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
@@ -89,6 +98,7 @@ class Operator:
         names = [a.name for a in arguments]
         self.defaults = tuple(a.default_value for a in arguments)
         self.tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+        self.named = [(i, names[i], "Optional" in str(arguments[i].type)) for i in self.tensors]
         self.places = [[i for i in self.tensors if i < count] for count in range(len(arguments) + 1)]
         self.conv_tensors = self.tensors[TENSORS] if has_conv else []
         self.own = OWN if has_conv else slice(1, None)
@@ -166,7 +176,8 @@ class Operator:
         return run(given)
 
     def cuda(self, *given: Any, **options: Any) -> Tensor:
-        device = given[0].get_device()  # -1 where only another argument is on CUDA: the checks will say so
+        # -1 where only another argument is on CUDA: the checks will say so
+        device = -1 if given[0] is None else given[0].get_device()
         if device < 0 or not self.launcher.has_cuda(device):
             return self.plain(*given, **options)
         signature = (*self.signature(given, options), *[a.device for a in given if isinstance(a, Tensor)])
@@ -240,6 +251,8 @@ class Operator:
         """Raises where an argument is wrong; else says how the output looks. All kernels ask."""
         if precision is not None:
             check_precision(precision)
+        for i, name, optional in self.named:
+            check_tensor(name, args[i], optional)
         input = args[0]
         shape = check_conv(*args[TENSORS], *args[GEOMETRY]) if self.has_conv else check_image(input)
         for i, name, check in self.checks:

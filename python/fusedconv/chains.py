@@ -169,6 +169,15 @@ def _wrong_pair(name: str, pair: Sequence[int], least: int) -> RuntimeError:
 _MOST_PADDING = 2**31 - 1
 
 
+def check_tensor(name: str, tensor: Tensor | None, optional: bool) -> None:
+    """What each tensor argument must be. The dispatcher lets None pass for any of them."""
+    if tensor is None:
+        if not optional:
+            raise RuntimeError(f"{name} must be a tensor, but is None")
+    elif tensor.layout is not torch.strided:
+        raise RuntimeError(f"{name} must be a dense tensor, but its layout is {tensor.layout}")
+
+
 def check_image(input: Tensor) -> Shape:
     """The input: a tensor [N, C, H, W] of a dtype that we compute in. Gives its shape."""
     shape = input.shape
