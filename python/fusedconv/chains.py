@@ -50,6 +50,14 @@ class Chain:
         return "num_groups" in self.names
 
 
+def _group_norm(
+    v: Tensor, num_groups: int, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float
+) -> Tensor:
+    if norm_weight is None and norm_bias is not None:  # PyTorch's backward fails where a bias stands alone
+        norm_weight = torch.ones_like(norm_bias)
+    return torch.group_norm(v, num_groups, norm_weight, norm_bias, eps)
+
+
 def _relu_hardswish(v: Tensor) -> Tensor:
     v = F.relu(v)
     return v * torch.clamp((v + 3) / 6, 0, 1)
@@ -68,7 +76,7 @@ def _bias_scale_sigmoid_group_norm(
     norm_bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    return torch.group_norm(_bias_scale_sigmoid(v, bias, scale), num_groups, norm_weight, norm_bias, eps)
+    return _group_norm(_bias_scale_sigmoid(v, bias, scale), num_groups, norm_weight, norm_bias, eps)
 
 
 def _group_norm_scale_max_pool_clamp(
@@ -82,20 +90,20 @@ def _group_norm_scale_max_pool_clamp(
     clamp_min: float | None,
     clamp_max: float | None,
 ) -> Tensor:
-    pooled = F.max_pool2d(torch.group_norm(v, num_groups, norm_weight, norm_bias, eps) * scale, pool_size)
+    pooled = F.max_pool2d(_group_norm(v, num_groups, norm_weight, norm_bias, eps) * scale, pool_size)
     return pooled if clamp_min is None and clamp_max is None else torch.clamp(pooled, clamp_min, clamp_max)
 
 
 def _group_norm_silu(
     v: Tensor, num_groups: int, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float
 ) -> Tensor:
-    return F.silu(torch.group_norm(v, num_groups, norm_weight, norm_bias, eps))
+    return F.silu(_group_norm(v, num_groups, norm_weight, norm_bias, eps))
 
 
 def _group_norm_tanh_hardswish_logsumexp(
     v: Tensor, num_groups: int, norm_weight: Tensor | None, norm_bias: Tensor | None, eps: float
 ) -> Tensor:
-    normed = torch.group_norm(v, num_groups, norm_weight, norm_bias, eps)
+    normed = _group_norm(v, num_groups, norm_weight, norm_bias, eps)
     return torch.logsumexp(v + _hardswish(torch.tanh(normed)), dim=1, keepdim=True)
 
 
@@ -165,8 +173,8 @@ def _wrong_pair(name: str, pair: Sequence[int], least: int) -> RuntimeError:
     return RuntimeError(f"{name} must have two values, each at least {least}, but is {list(pair)}")
 
 
-# Beyond, the number of elements of a padded map might not fit in 64 bits.
-_MOST_PADDING = 2**31 - 1
+# Of a stride, a padding or a dilation: beyond, sizes and places might not fit in 64 bits, ours or oneDNN's.
+_MOST_STEP = 2**31 - 1
 
 
 def check_tensor(name: str, tensor: Tensor | None, optional: bool) -> None:
@@ -230,14 +238,11 @@ def check_conv(
             raise RuntimeError(
                 f"conv_bias must have shape [{out_channels}], but has shape {list(conv_bias.shape)}"
             )
-    if len(stride) != 2 or stride[0] < 1 or stride[1] < 1:
-        raise _wrong_pair("stride", stride, 1)
-    if len(padding) != 2 or padding[0] < 0 or padding[1] < 0:
-        raise _wrong_pair("padding", padding, 0)
-    if padding[0] > _MOST_PADDING or padding[1] > _MOST_PADDING:
-        raise RuntimeError(f"padding must be at most {_MOST_PADDING}, but is {list(padding)}")
-    if len(dilation) != 2 or dilation[0] < 1 or dilation[1] < 1:
-        raise _wrong_pair("dilation", dilation, 1)
+    for name, pair, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        if len(pair) != 2 or pair[0] < least or pair[1] < least:
+            raise _wrong_pair(name, pair, least)
+        if pair[0] > _MOST_STEP or pair[1] > _MOST_STEP:
+            raise RuntimeError(f"{name} must be at most {_MOST_STEP}, but is {list(pair)}")
 
     spare_h = height + 2 * padding[0] - dilation[0] * (kernel_h - 1) - 1
     spare_w = width + 2 * padding[1] - dilation[1] * (kernel_w - 1) - 1
