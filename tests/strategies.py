@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chains_table import CONV_ROWS, Own, Row, generator, randn
+from chains_table import CONV_ROWS, ROWS, Own, Row, generator, randn
 
 SIDES = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 31, 33, 40]))
 CHANNELS = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 24, 31, 32, 33, 65]))
@@ -64,7 +64,7 @@ def same_dtype_of_affine(own: Own) -> bool:
 
 
 @st.composite
-def conv_calls(draw: st.DrawFn) -> dict[str, Any]:
+def conv_calls(draw: st.DrawFn, least_batch: int = 1) -> dict[str, Any]:
     row = draw(st.sampled_from(CONV_ROWS))
     dtype, conv_groups = draw(DTYPES), draw(st.sampled_from([1, 1, 1, 2, 3]))
     c_in, c_out = draw(CHANNELS) * conv_groups, draw(CHANNELS) * conv_groups
@@ -76,9 +76,21 @@ def conv_calls(draw: st.DrawFn) -> dict[str, Any]:
         "groups": conv_groups,
     }
     gen = generator(draw(st.integers(0, 10**6)))
-    x = lay_out(randn(gen, draw(st.integers(1, 3)), c_in, draw(SIDES), draw(SIDES)).to(dtype), draw(LAYOUTS))
+    x = lay_out(
+        randn(gen, draw(st.integers(least_batch, 3)), c_in, draw(SIDES), draw(SIDES)).to(dtype), draw(LAYOUTS)
+    )
     fan_in = c_in // conv_groups * kernel[0] * kernel[1]
     weight = (randn(gen, c_out, c_in // conv_groups, *kernel) / fan_in**0.5).to(dtype)
     bias = randn(gen, c_out).to(dtype) if draw(st.booleans()) else None
     own = draw(own_arguments(row, c_out, dtype))
     return {"row": row, "x": x, "weight": weight, "bias": bias, "own": own, "conv": conv}
+
+
+@st.composite
+def chain_calls(draw: st.DrawFn, least_batch: int = 1) -> tuple[Row, Tensor, Own]:
+    """A chain, a conv's output and the chain's own arguments."""
+    row, dtype, channels = draw(st.sampled_from(ROWS)), draw(DTYPES), draw(CHANNELS)
+    gen = generator(draw(st.integers(0, 10**6)))
+    shape = (draw(st.integers(least_batch, 3)), channels, draw(SIDES), draw(SIDES))
+    v = lay_out(randn(gen, *shape).to(dtype), draw(LAYOUTS))
+    return row, v, draw(own_arguments(row, channels, dtype))

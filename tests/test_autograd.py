@@ -207,6 +207,21 @@ def test_row_16_gradients_without_conv_bias_and_affine(row: Row) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("size", [4, 20], ids=["reference", "kernel"])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.has_norm], ids=lambda row: row.chain)
+def test_row_16_gradients_of_a_norm_bias_alone(row: Row, size: int) -> None:
+    """PyTorch's own group norm fails in backward there; it is as with a weight of ones."""
+    gen = generator(row.chain, "bias alone")
+    own = double(draw_own(row, 8, gen, norm_weight=None))
+    v = randn(gen, 2, 8, size, size, dtype=torch.float64).requires_grad_()
+    bias = own["norm_bias"].requires_grad_()
+    grads = [
+        torch.autograd.grad(run(v, own | weight).sum(), (v, bias))
+        for run, weight in ((row.chain_op, {}), (row.plain_chain, {"norm_weight": torch.ones_like(bias)}))
+    ]
+    torch.testing.assert_close(*grads)
+
+
 @conv_rows
 def test_gradients_through_views_and_expanded_gradients(row: Row) -> None:
     """A sliced input, and an output gradient of stride 0 (what `sum` sends) or of another layout."""

@@ -8,21 +8,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from chains_table import ROWS, Row, generator, map_tensors, randn
+from chains_table import Own, Row, generator, map_tensors, randn
 from helpers import check, double, exact_eager
-from strategies import (
-    CHANNELS,
-    DTYPES,
-    LAYOUTS,
-    SIDES,
-    conv_calls,
-    lay_out,
-    own_arguments,
-    same_dtype_of_affine,
-)
+from strategies import chain_calls, conv_calls, same_dtype_of_affine
 
 Change = Callable[[Tensor], Tensor]
 
@@ -69,20 +59,16 @@ def test_conv_on_any_input(call: dict[str, Any]) -> None:
     )
 
 
-@given(data=st.data())
-def test_chain_on_any_input(data: st.DataObject) -> None:
-    row, dtype, channels = data.draw(st.sampled_from(ROWS)), data.draw(DTYPES), data.draw(CHANNELS)
-    gen = generator(data.draw(st.integers(0, 10**6)))
-    shape = (data.draw(st.integers(1, 3)), channels, data.draw(SIDES), data.draw(SIDES))
-    v = lay_out(randn(gen, *shape).to(dtype), data.draw(LAYOUTS))
-    own = data.draw(own_arguments(row, channels, dtype))
+@given(call=chain_calls())
+def test_chain_on_any_input(call: tuple[Row, Tensor, Own]) -> None:
+    row, v, own = call
     if not same_dtype_of_affine(own):
         own["norm_bias"] = None
     hold_against_plain(
         lambda: row.chain_op(v, own),
         lambda change: row.plain_chain(change(v), map_tensors(own, change)),
-        dtype,
-        f"{row.chain} {shape} {v.stride()} {own}",
+        v.dtype,
+        f"{row.chain} {tuple(v.shape)} {v.stride()} {own}",
     )
 
 
