@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import platform
 import re
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,19 @@ def test_import_does_not_initialise_cuda_or_change_torch() -> None:
         print("untouched")
     """
     assert "untouched" in new_process(code)
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")
+def test_a_python_without_gil_stays_so() -> None:
+    """An extension that does not say that it may run without turns it on, with a warning."""
+    code = """
+        import sys, torch
+        before = sys._is_gil_enabled()
+        import fusedconv
+        assert sys._is_gil_enabled() == before
+        print("off")
+    """
+    assert "off" in new_process(code)
 
 
 def test_import_is_quick_and_quiet() -> None:
