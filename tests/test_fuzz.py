@@ -197,6 +197,8 @@ def check_result(y: Tensor, call: Call) -> None:
     with torch.no_grad():
         reference, eager = call.plain(lambda t: t.double().contiguous()), eager_result(call)
     assert y.shape == reference.shape
+    unfused = outcome(lambda: call.plain(torch.Tensor.contiguous))
+    assert not isinstance(unfused, Tensor) or y.dtype == unfused.dtype
     if y.is_meta:
         return
     finite = torch.isfinite(reference) & torch.isfinite(eager)
@@ -228,15 +230,18 @@ def test_any_call(call: Call) -> None:
     assert look(fake) == look(result), "the fake operator differs"
     recorded = outcome(lambda: call.op({name: wants_gradient(v) for name, v in call.arguments.items()}))
     assert look(recorded) == look(result), "differs where a gradient is needed"
+    of_function = outcome(lambda: call.function(call.arguments))
     if isinstance(result, Tensor):
         event("a result")
-        again = call.function(call.arguments)
-        assert look(again) == look(result)
-        assert result.is_meta or same_bits(again, result), "the function differs"
-        check_result(result, call)
+        assert look(of_function) == look(result), "the function differs"
+        assert result.is_meta or same_bits(cast(Tensor, of_function), result), "the function differs"
     else:
         event("an error")
         check_failure(result, call)
+    if isinstance(of_function, Tensor):  # which also takes a size in a list by itself
+        check_result(of_function, call)
+    else:
+        check_failure(of_function, call)
 
 
 # ---- gradients ----
