@@ -510,14 +510,15 @@ def test_bits_of_the_chain_alone(row: Row, layout: torch.memory_format, dtype: t
 def test_small_calls_of_the_chain_alone(row: Row, layout: torch.memory_format, dtype: torch.dtype) -> None:
     """Against float64 on the CPU, for compute-sanitizer. The last two: clusters of blocks, and too large for them."""
     gen = generator(row.chain, layout, dtype)
-    sizes = ((1, 9, 33), (24, 5, 17), (33, 12, 8), (200, 3, 31), (8, 72, 100), (1, 960, 640))
+    sizes = ((1, 9, 33), (24, 5, 17), (33, 12, 8), (200, 3, 31), (8, 72, 100), (2, 800, 640))
     for channels, height, width in sizes:
         own = draw_own(row, channels, gen, dtype=dtype)
         v = randn(gen, 2, channels, height, width).to(dtype=dtype, memory_format=layout)
         with torch.no_grad(), poisoned():
             y = row.chain_op(v.cuda(), on(own)).cpu()
         assert y.is_contiguous(memory_format=layout)
-        reference = row.plain_chain(v.double(), map_tensors(own, torch.Tensor.double))
+        # With channels last, PyTorch's norm on the CPU loses digits on large maps.
+        reference = row.plain_chain(v.contiguous().double(), map_tensors(own, torch.Tensor.double))
         eager = row.plain_chain(v.contiguous(), own)
         assert_close(y, reference, eager, BOUNDS[dtype], f"{row.chain} {tuple(v.shape)}")
 
