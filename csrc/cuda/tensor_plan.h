@@ -233,10 +233,11 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
 
 // Pieces small enough that several blocks share a multiprocessor: while some load, others compute. Moments
 // cost something for each piece.
-inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
-  const int64_t piece_bytes = (traits.needs_statistics ? 48 : 16) * 1024;
+inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
+                        const Card& card) {
+  const int kilobytes = traits.needs_statistics ? std::min(48, card.shared_bytes / 3 / 1024) : 16;
   constexpr int64_t kMostChannels = 512;  // whose parameters and moments leave room for others
-  const int64_t values = piece_bytes / traits.element_bytes;
+  const int64_t values = kilobytes * 1024 / traits.element_bytes;
   const int64_t of_group = shape.channels / shape.groups;
   if (shape.channels_last) {
     const int64_t groups = std::min(std::max<int64_t>(kMostChannels / of_group, 1), shape.groups);
@@ -266,7 +267,8 @@ inline TensorPlan plan_tensor(const TensorTraits& traits, const TensorShape& sha
                               const Card& card) {
   TensorPlan plan{};
   plan.width = width;
-  if (!traits.needs_statistics || !plan_resident(plan, traits, shape, card)) plan_pieces(plan, traits, shape);
+  if (!traits.needs_statistics || !plan_resident(plan, traits, shape, card))
+    plan_pieces(plan, traits, shape, card);
   return plan;
 }
 
