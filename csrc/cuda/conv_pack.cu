@@ -24,16 +24,18 @@ __device__ void clear_tile_parts(const ConvProblem& p, int panel) {
 template <class Mode>
 __global__ void __launch_bounds__(kPackThreads, kPackBlocks)
     pack_conv_operands(const __grid_constant__ ConvProblem p, int weight_blocks) {
-  extern __shared__ unsigned magnitudes[];
-  const int block = blockIdx.x;
-  if (block < weight_blocks) {
-    pack_weights<Mode>(p, block * kPackWarps + pack_warp());
-  } else {
-    const int panel = block - weight_blocks;
-    if (p.tile_parts != nullptr) clear_tile_parts(p, panel);
-    PanelPacker<Mode>(p, panel, magnitudes).pack();
+  if constexpr (kConvCompiles) {
+    extern __shared__ unsigned magnitudes[];
+    const int block = blockIdx.x;
+    if (block < weight_blocks) {
+      pack_weights<Mode>(p, block * kPackWarps + pack_warp());
+    } else {
+      const int panel = block - weight_blocks;
+      if (p.tile_parts != nullptr) clear_tile_parts(p, panel);
+      PanelPacker<Mode>(p, panel, magnitudes).pack();
+    }
+    let_next_kernel_start();
   }
-  let_next_kernel_start();
 }
 
 }  // namespace

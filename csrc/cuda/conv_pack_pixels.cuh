@@ -191,7 +191,7 @@ __device__ void write_magnitudes(const UnitMagnitudes<In>& of_units, const ConvT
                                  unsigned* magnitudes) {
 #pragma unroll
   for (int i = 0; i < kUnitElements; ++i) {
-    const unsigned of_warp = __reduce_max_sync(~0u, __float_as_uint(of_units.value(i)) & 0x7fffffff);
+    const unsigned of_warp = largest_of_warp(__float_as_uint(of_units.value(i)) & 0x7fffffff);
     const int c = channel + (i & (t.unit_channels - 1));
     if (lane_of_thread() == i && c < t.in_channels) atomicMax(&magnitudes[c], of_warp);
   }
@@ -201,7 +201,7 @@ __device__ void write_magnitudes(const UnitMagnitudes<In>& of_units, const ConvT
 __device__ inline unsigned largest(const unsigned* magnitudes, int count) {
   unsigned most = 0;
   for (int c = lane_of_thread(); c < count; c += kWarpThreads) most = max(most, magnitudes[c]);
-  return __reduce_max_sync(~0u, most);
+  return largest_of_warp(most);
 }
 
 // By all threads of a block: its panel. magnitudes: shared memory, one for each input channel.

@@ -60,7 +60,7 @@ __device__ int describe_row(const ConvProblem& p, int row, int out_channel) {
     share[c] = magnitude == 0 ? kNoShare : exponent_of(magnitude);
     most = max(most, magnitude);
   }
-  most = __reduce_max_sync(~0u, most);
+  most = largest_of_warp(most);
   int least = 0;
   for (int c = lane_of_thread(); c < t.in_channels; c += kWarpThreads) {
     if (share[c] == kNoShare) continue;  // zeros lose no digits

@@ -13,6 +13,13 @@ using cuda::kRows;
 using cuda::kUnitBytes;
 using cuda::kUnitElements;
 
+// Older cards take PyTorch's conv: the kernels of a chain with its conv have no code there.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr bool kConvCompiles = false;
+#else
+constexpr bool kConvCompiles = true;
+#endif
+
 constexpr int kNonFinite = 1 << 20;  // in place of an exponent: the tensor cores' arithmetic would not do
 
 constexpr int kNoShare = -(1 << 20);  // where weights are zeros

@@ -8,7 +8,7 @@
 
 #include "barriers.cuh"
 #include "conv_modes.cuh"
-#include "conv_tiling.h"
+#include "conv_problem.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -31,7 +31,7 @@ constexpr int kHalfStepBytes = cuda::kRows * cuda::kUnitBytes;
 // mma.sync takes operands from registers; ldmatrix puts them there.
 struct Sm80 {
   static constexpr int kColumns = 64;  // of one group of four warps
-  static constexpr bool kCompiles = true;
+  static constexpr bool kCompiles = kConvCompiles;
 
   __device__ static void load_matrices(uint32_t (&to)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -16,7 +16,7 @@ FUSEDCONV_INLINE X select(bool mask, X yes, X no) {
 
 // NaN wins, as in torch.maximum.
 FUSEDCONV_INLINE float maximum(float a, float b) {
-#ifdef __CUDA_ARCH__
+#if __CUDA_ARCH__ >= 800
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;

@@ -45,6 +45,17 @@ constexpr int kWarpThreads = 32;
 
 __device__ inline int lane_of_thread() { return threadIdx.x % kWarpThreads; }
 
+// The largest value of a warp's threads.
+__device__ inline unsigned largest_of_warp(unsigned x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(~0u, x);
+#else
+  for (int distance = 1; distance < kWarpThreads; distance *= 2)
+    x = max(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+#endif
+}
+
 // Sum and sum of squares of values counted from a common shift: of parts, by plain additions. With the mean
 // of any one part for the shift, nothing is lost in double where the parts' means differ by a million
 // deviations.
