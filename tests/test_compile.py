@@ -134,10 +134,9 @@ def test_row_26_the_compiled_graph_holds_the_operator(row: Row) -> None:
 
 
 @pytest.mark.slow
-def test_row_26_inductor_and_reduce_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._inductor.config.patch(force_disable_caches=True)  # what another version of this package compiled
+def test_row_26_inductor_and_reduce_overhead() -> None:
     """The default mode with a dynamic batch and gradients, then reduce-overhead."""
-    # What another version of this package compiled does not count.
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     fused, plain = All(), All(fused=False)
     compiled = torch.compile(fused, fullgraph=True, dynamic=True)
     for batch in (2, 3):
