@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch._inductor.config
 from torch import Tensor, nn
 
