@@ -50,20 +50,32 @@ struct Arguments {
   double clamp_max;
 };
 
-// Backward of a chain on v: from the gradient of its output to those of v and of the parameters. All tensors
-// are contiguous, of v's dtype: float32 or float64.
+// What the conv's part of backward takes and gives. Where v is the chain's input there is none.
+struct ConvBackward {
+  Tensor input;
+  Conv conv;
+  Tensor grad_input;  // contiguous, of input's dtype; data is null where nobody wants it
+  void* grad_weight;  // contiguous, of the compute type; null where nobody wants it
+};
+
+// Backward of a chain: from the gradient of its output to those of v and of the parameters, which are values
+// a channel in the compute type: double where v is, else float.
 struct BackwardProblem {
-  Tensor v;
+  Tensor v;  // contiguous; without memory where conv is not null: then it is computed again
   const void* grad;
+  DType grad_dtype;  // on the CPU v's, as that of grad_v: float32 or float64
   Arguments arguments;
   // Like v, and written whether it is wanted or not: steps keep in it what they need between them. May be v
   // itself where nothing is reduced.
   void* grad_v;
+  DType grad_v_dtype;
   bool wants_v;
-  void* bias;  // gradients of the parameters: a value a channel; null where nobody wants it
+  void* conv_bias;  // gradients of the parameters; null where nobody wants it. conv_bias: that of v, summed
+  void* bias;
   void* scale;
   void* norm_weight;
   void* norm_bias;
+  const ConvBackward* conv;  // on CUDA only
 };
 
 // One call: output = chain(v), where v = conv(input), or v = input if conv is null.

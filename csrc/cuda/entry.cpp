@@ -165,4 +165,24 @@ CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int
   return {true, plan.reason, kernel.workspace(problem, plan, card), run};
 }
 
+CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardProblem& problem, int device) {
+  const cuda::Kernel& kernel = find_kernel(chain);
+  const std::string name = (problem.conv != nullptr ? "conv2d_" : "") + chain + " backward";
+  const cuda::Card card = naming(name, [&] {
+    const ContextGuard guard(device);
+    return card_of(device);
+  });
+  const cuda::BackwardPlan plan = kernel.plan_backward(problem, card);
+  if (!plan.runs) return {false, plan.reason, 0, {}};
+  const auto run = [name, &kernel, card, plan, device](const BackwardProblem& pointers, void* workspace,
+                                                       void* stream) {
+    naming(name, [&] {
+      const ContextGuard guard(device);
+      check_cuda(kernel.launch_backward(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)),
+                 "launch");
+    });
+  };
+  return {true, plan.reason, plan.workspace, run};
+}
+
 }  // namespace fusedconv

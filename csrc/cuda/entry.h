@@ -29,4 +29,14 @@ struct CudaLaunch {
 // std::runtime_error names the operator and says what CUDA says.
 CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device);
 
+// The same for backward. runs is false where the conv is left to PyTorch: then v must be given.
+struct CudaBackward {
+  bool runs;
+  std::string plan;
+  size_t workspace;
+  std::function<void(const BackwardProblem& problem, void* workspace, void* stream)> run;
+};
+
+CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardProblem& problem, int device);
+
 }  // namespace fusedconv

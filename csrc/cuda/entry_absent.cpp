@@ -13,4 +13,8 @@ CudaLaunch prepare_on_cuda(const std::string& chain, const Problem&, int) {
   throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "': built without CUDA");
 }
 
+CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardProblem&, int) {
+  throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "': built without CUDA");
+}
+
 }  // namespace fusedconv

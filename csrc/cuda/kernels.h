@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <string>
+
 #include "../core/chain_list.h"
 #include "../core/problem.h"
 #include "card.h"
@@ -10,6 +12,15 @@
 
 namespace fusedconv {
 namespace cuda {
+
+// How a chain's backward runs.
+struct BackwardPlan {
+  bool runs;           // false: the conv's part is left to PyTorch, for this reason
+  std::string reason;  // or the plan in words
+  ConvPlan conv;       // of v, which is computed again
+  int64_t step_samples;
+  size_t workspace;
+};
 
 struct Kernel {
   // How a problem with a conv runs.
@@ -19,6 +30,10 @@ struct Kernel {
   // Queues the chain on a stream of the current device; the status is the launch's.
   cudaError_t (*launch)(const Problem& problem, const ConvPlan& plan, void* workspace, const Card& card,
                         cudaStream_t stream);
+  // The same for backward.
+  BackwardPlan (*plan_backward)(const BackwardProblem& problem, const Card& card);
+  cudaError_t (*launch_backward)(const BackwardProblem& problem, const BackwardPlan& plan, void* workspace,
+                                 const Card& card, cudaStream_t stream);
   // Loads the chain's code onto the current device, which a stream capture would not allow.
   cudaError_t (*load)(const Card& card);
 };
