@@ -9,6 +9,7 @@
 #include "barriers.cuh"
 #include "conv_modes.cuh"
 #include "conv_problem.cuh"
+#include "mma_sync.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -39,23 +40,6 @@ struct Sm80 {
                  : "r"(address));
   }
 
-  template <class Mode>
-  __device__ static void multiply(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (std::is_same_v<typename Mode::Element, __half>) {
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    } else {
-      asm volatile(
-          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-          "{%0, %1, %2, %3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-  }
-
   // kFirst: the accumulators are taken for zeros.
   template <class Mode, bool kFirst>
   __device__ static void add(float (&d)[kColumns / 2], const Operands& from) {
@@ -73,6 +57,7 @@ struct Sm80 {
   // Those of the first parts, or the small ones, with a second part.
   template <class Mode, bool kSmall>
   __device__ static void add_products(float (&d)[kColumns / 2], const Operands& from) {
+    using Element = typename Mode::Element;
     constexpr int kParts = kSmall ? 2 : 1;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32 % 4;
@@ -100,10 +85,10 @@ struct Sm80 {
         for (int k = 0; k < 2; ++k) {
           float* to = d + (2 * j + k) * 4;
           if constexpr (kSmall) {
-            multiply<Mode>(to, a[1], b[0][2 * k], b[0][2 * k + 1]);
-            multiply<Mode>(to, a[0], b[1][2 * k], b[1][2 * k + 1]);
+            multiply_add<Element>(to, a[1], b[0][2 * k], b[0][2 * k + 1]);
+            multiply_add<Element>(to, a[0], b[1][2 * k], b[1][2 * k + 1]);
           } else {
-            multiply<Mode>(to, a[0], b[0][2 * k], b[0][2 * k + 1]);
+            multiply_add<Element>(to, a[0], b[0][2 * k], b[0][2 * k + 1]);
           }
         }
       }
