@@ -34,17 +34,21 @@ struct Word {
   }
 };
 
-// Four words of a, of one step along the sum.
+struct alignas(16) WordsOfA {
+  uint32_t word[4];
+};
+
+// Those of one step along the sum.
 template <class Mode>
 struct StepOfA {
   using W = Word<Mode>;
-  uint32_t part[W::kParts][4];
+  WordsOfA part[W::kParts];
 
   __device__ void set(int i, uint32_t bits) {
     W word;
     word.set(bits);
 #pragma unroll
-    for (int p = 0; p < W::kParts; ++p) part[p][i] = word.part[p];
+    for (int p = 0; p < W::kParts; ++p) part[p].word[i] = word.part[p];
   }
 };
 
@@ -55,11 +59,11 @@ __device__ void multiply_step(int product, float* d, const StepOfA<Mode>& a, con
   using W = Word<Mode>;
   const int of_a = W::kParts == 2 && product == 0;
   const int of_b = W::kParts == 2 && product == 1;
-  multiply_add<typename Mode::In>(d, a.part[of_a], b0.part[of_b], b1.part[of_b]);
+  multiply_add<typename Mode::In>(d, a.part[of_a].word, b0.part[of_b], b1.part[of_b]);
 }
 
-// Copies of kBytes from global to shared memory, where exists; else zeros. Asynchronous, if they are of 4
-// bytes or more.
+// Copies kBytes from global to shared memory; zeros where nothing exists, and then global may point anywhere.
+// Asynchronous, if it is of 4 bytes or more.
 template <int kBytes>
 __device__ void copy_or_clear(void* shared, const void* global, bool exists) {
   if constexpr (kBytes >= 4) {

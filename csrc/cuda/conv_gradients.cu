@@ -68,6 +68,9 @@ WeightGradientPlan plan_weight(const ConvShape& shape, DType dtype, int64_t samp
   plan.blocks = int(std::min(samples * plan.strips * plan.segments, blocks));
   plan.slots = plan.blocks * (kWeightWarps / plan.channel_warps);
   plan.copy_values = copy_values(shape, dtype);
+  plan.copy_lanes = 1;
+  while (plan.copy_lanes < kWarpThreads && plan.copy_lanes * plan.copy_values < plan.strip_cols)
+    plan.copy_lanes *= 2;
   return plan;
 }
 
@@ -83,13 +86,22 @@ int strip_warps_for(int cols) {
   return best;
 }
 
-InputGradientPlan plan_input(const ConvShape& shape, DType dtype, int64_t samples, const Card& card) {
+// The lanes for what is left of a row that all lanes have had copies of.
+int rest_lanes_for(int cols, int values) {
+  int lanes = 1;
+  while (lanes * values < cols % (kWarpThreads * values)) lanes *= 2;
+  return lanes;
+}
+
+// parts: of a word of the weight.
+InputGradientPlan plan_input(const ConvShape& shape, DType dtype, int parts, int64_t samples,
+                             const Card& card) {
   InputGradientPlan plan{};
   plan.strip_warps = strip_warps_for(shape.in_size[1]);
   plan.strips = divide_up(shape.in_size[1], plan.strip_warps * kWarpPixels);
   plan.in_blocks = divide_up(shape.in_channels, kGradChannels);
   plan.chunks = divide_up(shape.out_channels, kStageRows * channels_of_word(value_bytes(dtype)));
-  plan.shared_bytes = input_gradient_bytes(plan.strip_warps, plan.chunks);
+  plan.shared_bytes = input_gradient_bytes(plan.strip_warps, plan.chunks, parts);
   const int strips_at_once = kInputWarps / plan.strip_warps;
   const int64_t blocks = std::max(card.multiprocessors * kBlocksOfInput / plan.in_blocks, 1);
   plan.strip_rows = strip_rows_for(shape.in_size[0], samples * plan.strips, blocks * strips_at_once);
@@ -97,6 +109,8 @@ InputGradientPlan plan_input(const ConvShape& shape, DType dtype, int64_t sample
   const int64_t units = samples * plan.strips * plan.segments;
   plan.blocks = int(std::min((units + strips_at_once - 1) / strips_at_once, blocks));
   plan.copy_values = copy_values(shape, dtype);
+  plan.shift = (shape.padding[1] + plan.copy_values * kTaps - (kTaps - 1)) % plan.copy_values;
+  plan.rest_lanes = rest_lanes_for(plan.strip_warps * kWarpPixels + kTaps - 1 + plan.shift, plan.copy_values);
   return plan;
 }
 
@@ -112,6 +126,10 @@ cudaError_t visit_mode(const ConvBackward& conv, const Visit& visit) {
     default:
       return cudaErrorInvalidValue;
   }
+}
+
+int parts_of(const ConvBackward& conv) {
+  return conv.input.dtype == DType::kFloat32 && !conv.conv.tf32 ? Float32Ieee::kParts : 1;
 }
 
 cudaError_t allow_shared_memory(const void* kernel, const Card& card) {
@@ -138,7 +156,8 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
     if (conv.stride[d] != 1) return "stride";
     if (conv.dilation[d] != 1) return "dilation";
   }
-  if (plan_input(shape_of(problem), backward.input.dtype, 1, card).shared_bytes > card.shared_bytes)
+  if (plan_input(shape_of(problem), backward.input.dtype, parts_of(backward), 1, card).shared_bytes >
+      card.shared_bytes)
     return "shared memory";
   return "";
 }
@@ -150,11 +169,12 @@ ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_sample
   Workspace workspace(memory);
   if (conv_.grad_weight != nullptr) {
     weight_plan_ = plan_weight(shape_, dtype, step_samples, card);
-    const int64_t of_slot = int64_t(weight_plan_.out_blocks) * weight_plan_.in_blocks *
-                            weight_plan_.channel_warps * kSlotValues;
+    const int64_t of_slot =
+        int64_t(weight_plan_.out_blocks) * weight_plan_.in_blocks * weight_plan_.channel_warps * kSlotValues;
     slots_ = workspace.take<float>(weight_plan_.slots * of_slot);
   }
-  if (conv_.grad_input.data != nullptr) input_plan_ = plan_input(shape_, dtype, step_samples, card);
+  if (conv_.grad_input.data != nullptr)
+    input_plan_ = plan_input(shape_, dtype, parts_of(conv_), step_samples, card);
   workspace_bytes_ = workspace.bytes();
 }
 
@@ -167,9 +187,8 @@ cudaError_t ConvGradients::launch_step(int64_t first, int64_t samples, const voi
       const WeightGradientPlan& plan = weight_plan_;
       Tensor input = conv_.input;
       input.data = static_cast<char*>(input.data) + first * input.stride[0] * sample_bytes;
-      const WeightGradientWork work{shape_, plan,      input,
-                                    grad_v, slots_,    first > 0,
-                                    int(samples * plan.strips * plan.segments)};
+      const WeightGradientWork work{
+          shape_, plan, input, grad_v, slots_, first > 0, int(samples * plan.strips * plan.segments)};
       const LaunchShape shape{dim3(plan.blocks, plan.out_blocks * plan.in_blocks), kWeightThreads,
                               int(weight_shared_bytes(conv_.input.dtype)), false};
       if (const cudaError_t status = launch_kernel(conv_weight_gradient<Mode>, shape, stream, work))
@@ -178,10 +197,12 @@ cudaError_t ConvGradients::launch_step(int64_t first, int64_t samples, const voi
     if (conv_.grad_input.data == nullptr) return cudaSuccess;
     const InputGradientPlan& plan = input_plan_;
     const int64_t sample = int64_t(shape_.in_channels) * shape_.in_size[0] * shape_.in_size[1];
-    const InputGradientWork work{
-        shape_, plan, conv_.conv.weight, grad_v,
-        static_cast<char*>(conv_.grad_input.data) + first * sample * sample_bytes,
-        int(samples * plan.strips * plan.segments)};
+    const InputGradientWork work{shape_,
+                                 plan,
+                                 conv_.conv.weight,
+                                 grad_v,
+                                 static_cast<char*>(conv_.grad_input.data) + first * sample * sample_bytes,
+                                 int(samples * plan.strips * plan.segments)};
     const LaunchShape shape{dim3(plan.blocks, plan.in_blocks), kInputThreads, plan.shared_bytes, false};
     return launch_kernel(conv_input_gradient<Mode>, shape, stream, work);
   });
@@ -189,8 +210,8 @@ cudaError_t ConvGradients::launch_step(int64_t first, int64_t samples, const voi
 
 cudaError_t ConvGradients::launch_weight(cudaStream_t stream) const {
   if (conv_.grad_weight == nullptr) return cudaSuccess;
-  const int64_t values = int64_t(weight_plan_.out_blocks) * weight_plan_.in_blocks *
-                         weight_plan_.channel_warps * kSlotValues;
+  const int64_t values =
+      int64_t(weight_plan_.out_blocks) * weight_plan_.in_blocks * weight_plan_.channel_warps * kSlotValues;
   const LaunchShape shape{dim3(unsigned(values / kWarpThreads)), kSlotThreads, 0, false};
   return launch_kernel(sum_weight_gradient, shape, stream, slots_, weight_plan_, shape_,
                        static_cast<float*>(conv_.grad_weight));

@@ -31,6 +31,7 @@ struct WeightGradientPlan {
   int blocks;       // for each pair of these
   int slots;        // in which sums stand apart until the end
   int copy_values;  // that a copy to shared memory takes at once
+  int copy_lanes;   // that copy a channel's share of a row
 };
 
 // The same for the input's. A block has 8 of its channels and a few strips, one under the other; of each of
@@ -41,6 +42,8 @@ struct InputGradientPlan {
   int blocks, in_blocks;
   int chunks;
   int copy_values;
+  int shift;       // from the first value that is copied of a row to the first that is used
+  int rest_lanes;  // for what is left of a row after copies by whole warps
   int shared_bytes;
 };
 

@@ -22,7 +22,7 @@ constexpr int kStepRows = 8;                    // of a product
 constexpr int kStages = 3;
 constexpr int kStageSteps = kStageRows / kStepRows;
 constexpr int kTapRows = 2;  // of the weight's operand: taps 0 and 1 down, then tap 2
-constexpr int kStepWeights = kTaps * kTapRows * kWarpThreads;  // of one step, four words for each lane
+constexpr int kStepWeights = kTaps * kTapRows * kWarpThreads;  // of one step: four words for each lane
 
 // Values of a row of a stage: a strip's, and what its taps and whole copies add. Rows that lanes read at a
 // time do not meet in the same banks.
@@ -33,8 +33,10 @@ FUSEDCONV_INLINE constexpr int channels_of_word(int value_bytes) { return 4 / va
 FUSEDCONV_INLINE int stage_words(int strip_warps) {
   return kInputWarps / strip_warps * kStageRows * stage_pitch(strip_warps);
 }
-inline int input_gradient_bytes(int strip_warps, int chunks) {
-  return chunks * kStageSteps * kStepWeights * int(sizeof(uint4)) + kStages * stage_words(strip_warps) * 4;
+// parts: of a word of the weight.
+inline int input_gradient_bytes(int strip_warps, int chunks, int parts) {
+  return parts * chunks * kStageSteps * kStepWeights * int(sizeof(WordsOfA)) +
+         kStages * stage_words(strip_warps) * 4;
 }
 
 struct InputGradientWork {
@@ -52,7 +54,6 @@ class InputGradientBlock {
   using W = Word<Mode>;
   static constexpr int kChannels = channels_of_word(sizeof(In));  // of a word
   static constexpr int kStageChannels = kStageRows * kChannels;
-  static constexpr int kCopyOffset = 4;  // a multiple of what copies take
 
   struct Strip {
     bool exists;
@@ -61,10 +62,11 @@ class InputGradientBlock {
   };
 
  public:
-  __device__ InputGradientBlock(const InputGradientWork& work, uint4* shared)
+  __device__ InputGradientBlock(const InputGradientWork& work, WordsOfA* shared)
       : work_(work),
         weights_(shared),
-        stages_(reinterpret_cast<In*>(shared + work.plan.chunks * kStageSteps * kStepWeights)),
+        part_weights_(work.plan.chunks * kStageSteps * kStepWeights),
+        stages_(reinterpret_cast<In*>(shared + W::kParts * part_weights_)),
         stage_values_(stage_words(work.plan.strip_warps) * kChannels),
         pitch_(stage_pitch(work.plan.strip_warps)),
         lane_(threadIdx.x % kWarpThreads),
@@ -72,7 +74,7 @@ class InputGradientBlock {
         strips_at_once_(kInputWarps / work.plan.strip_warps),
         strip_of_warp_(warp_ / work.plan.strip_warps),
         warp_col_(warp_ % work.plan.strip_warps * kWarpPixels),
-        shift_((work.shape.padding[1] + kCopyOffset - (kTaps - 1)) % work.plan.copy_values) {}
+        shift_(work.plan.shift) {}
 
   __device__ void run() {
     load_weights();
@@ -90,16 +92,17 @@ class InputGradientBlock {
 
   // As lanes take them for operands.
   __device__ void load_weights() const {
-    const int count = work_.plan.chunks * kStageSteps * kStepWeights;
-    for (int i = threadIdx.x; i < count; i += kInputThreads) {
+    for (int i = threadIdx.x; i < part_weights_; i += kInputThreads) {
       const int lane = i % kWarpThreads;
       const int tap_row = i / kWarpThreads % kTapRows;
       const int tap_col = i / kWarpThreads / kTapRows % kTaps;
       const int word = i / kStepWeights * kStepRows + lane % 4;
       const int upper = tap_row * 2;
-      weights_[i] = {weight(word, lane / 4, upper, tap_col), weight(word, lane / 4, upper + 1, tap_col),
-                     weight(word + 4, lane / 4, upper, tap_col),
-                     weight(word + 4, lane / 4, upper + 1, tap_col)};
+      StepOfA<Mode> a;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) a.set(k, weight(word + k / 2 * 4, lane / 4, upper + k % 2, tap_col));
+#pragma unroll
+      for (int part = 0; part < W::kParts; ++part) weights_[part * part_weights_ + i] = a.part[part];
     }
   }
 
@@ -109,7 +112,8 @@ class InputGradientBlock {
 #pragma unroll
     for (int k = 0; k < kChannels; ++k) {
       const int out_channel = word * kChannels + k;
-      if (tap_row >= kTaps || in_channel >= work_.shape.in_channels || out_channel >= work_.shape.out_channels)
+      if (tap_row >= kTaps || in_channel >= work_.shape.in_channels ||
+          out_channel >= work_.shape.out_channels)
         continue;
       const int64_t* stride = work_.weight.stride;
       const In value =
@@ -174,17 +178,26 @@ class InputGradientBlock {
     const In* const grads = static_cast<const In*>(work_.grad_v);
     const In* const from = grads + (strip.sample * shape.out_channels + first_channel) * map +
                            int64_t(y) * shape.out_size[1] + left;
+    const int rows = has_row ? min(shape.out_channels - first_channel, kStageChannels) : 0;
     visit_copy_bytes<In>(work_.plan.copy_values, [&](auto bytes) {
-      constexpr int kValues = decltype(bytes)::value / int(sizeof(In));
-      for (int col = lane_ * kValues; col < cols; col += kWarpThreads * kValues) {
-        const bool is_inside = has_row && left + col >= 0 && left + col < shape.out_size[1];
+      constexpr int kBytes = decltype(bytes)::value;
+      constexpr int kValues = kBytes / int(sizeof(In));
+      const auto copy_column = [&](int col, int first, int step) {
+        const int existing = left + col >= 0 && left + col < shape.out_size[1] ? rows : 0;
+        const In* at = from + first * map + col;
+        In* to = stage + first * pitch_ + col;
 #pragma unroll 4
-        for (int c = warp_; c < kStageChannels; c += kInputWarps) {
-          const bool exists = is_inside && first_channel + c < shape.out_channels;
-          copy_or_clear<decltype(bytes)::value>(stage + c * pitch_ + col,
-                                                exists ? from + c * map + col : grads, exists);
-        }
-      }
+        for (int c = first; c < kStageChannels; c += step, at += step * map, to += step * pitch_)
+          copy_or_clear<kBytes>(to, at, c < existing);
+      };
+      int col = lane_ * kValues;
+      for (; col - lane_ * kValues + kWarpThreads * kValues <= cols; col += kWarpThreads * kValues)
+        copy_column(col, warp_, kInputWarps);
+      // The rest of a row, of several channels at a time.
+      const int lanes = work_.plan.rest_lanes;
+      const int channels = kWarpThreads / lanes;
+      col += (lane_ % lanes - lane_) * kValues;
+      if (col < cols) copy_column(col, warp_ * channels + lane_ / lanes, kInputWarps * channels);
     });
   }
 
@@ -202,7 +215,7 @@ class InputGradientBlock {
   // have sums of their own.
   __device__ void multiply(int chunk, const In* stage) {
     float d[W::kParts][kTapRows][kColumnBlocks][4]{};
-    const uint4* weights = weights_ + chunk * kStageSteps * kStepWeights + lane_;
+    const WordsOfA* weights = weights_ + chunk * kStageSteps * kStepWeights + lane_;
     const In* from = stage + (strip_of_warp_ * kStageChannels + lane_ % 4 * kChannels) * pitch_ + warp_col_ +
                      lane_ / 4 + kTaps - 1 + shift_;
 #pragma unroll
@@ -212,11 +225,9 @@ class InputGradientBlock {
         StepOfA<Mode> a[kTapRows];
 #pragma unroll
         for (int r = 0; r < kTapRows; ++r) {
-          const uint4 words = weights[((step * kTaps + tap) * kTapRows + r) * kWarpThreads];
-          a[r].set(0, words.x);
-          a[r].set(1, words.y);
-          a[r].set(2, words.z);
-          a[r].set(3, words.w);
+          const int at = ((step * kTaps + tap) * kTapRows + r) * kWarpThreads;
+#pragma unroll
+          for (int part = 0; part < W::kParts; ++part) a[r].part[part] = weights[part * part_weights_ + at];
         }
         W b[kColumnBlocks][2];
 #pragma unroll
@@ -256,7 +267,8 @@ class InputGradientBlock {
     const ConvShape& shape = work_.shape;
     const int channel = blockIdx.y * kGradChannels + lane_ / 4;
     if (!strip.exists || row >= shape.in_size[0] || channel >= shape.in_channels) return;
-    const int64_t at = ((strip.sample * shape.in_channels + channel) * shape.in_size[0] + row) * shape.in_size[1];
+    const int64_t at =
+        ((strip.sample * shape.in_channels + channel) * shape.in_size[0] + row) * shape.in_size[1];
     In* const to = static_cast<In*>(work_.grad_input) + at;
 #pragma unroll
     for (int n = 0; n < kColumnBlocks; ++n) {
@@ -291,11 +303,12 @@ class InputGradientBlock {
   }
 
   const InputGradientWork& work_;
-  uint4* const weights_;
+  WordsOfA* const weights_;  // [parts][part_weights_]
+  const int part_weights_;
   In* const stages_;
   const int stage_values_;
   const int pitch_, lane_, warp_, strips_at_once_, strip_of_warp_, warp_col_;
-  const int shift_;  // from the first value that is copied to the first one that is used
+  const int shift_;
   Sums sums_;
 };
 
@@ -303,8 +316,8 @@ template <class Mode>
 __global__ void __launch_bounds__(kInputThreads, 2)
     conv_input_gradient(const __grid_constant__ InputGradientWork work) {
   if constexpr (kConvCompiles) {
-    extern __shared__ __align__(16) uint4 shared_units[];
-    InputGradientBlock<Mode>(work, shared_units).run();
+    extern __shared__ __align__(16) uint8_t shared[];
+    InputGradientBlock<Mode>(work, reinterpret_cast<WordsOfA*>(shared)).run();
   }
 }
 

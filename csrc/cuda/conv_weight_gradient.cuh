@@ -56,10 +56,15 @@ class WeightGradientBlock {
         channel_warp_(warp_ % work.plan.channel_warps),
         part_(warp_ / work.plan.channel_warps),
         parts_(kWeightWarps / work.plan.channel_warps),
+        copy_lanes_(work.plan.copy_lanes),
+        channels_at_once_(kWarpThreads / copy_lanes_),
         out_block_(blockIdx.y / work.plan.in_blocks),
-        in_block_(blockIdx.y % work.plan.in_blocks) {}
+        in_block_(blockIdx.y % work.plan.in_blocks),
+        out_channels_(min(work.shape.out_channels - out_block_ * kBlockChannels, kBlockChannels)),
+        in_channels_(work.shape.in_channels - in_block_ * kInChannels) {}
 
   __device__ void run() {
+    clear_missing_channels();
     for (int unit = blockIdx.x; unit < work_.units; unit += gridDim.x) add_strip(unit);
     write();
   }
@@ -67,24 +72,39 @@ class WeightGradientBlock {
  private:
   struct Strip {
     int first_row, rows, col;
-    const In* grads;  // of this block's channels
+    const In* grads;  // of the lane's first channel and column, row 0
     const In* input;
   };
 
   __device__ Strip strip_of(int unit) const {
     const ConvShape& shape = work_.shape;
     const cuda::WeightGradientPlan& plan = work_.plan;
-    const int segment = unit % plan.segments;
+    const int first_row = unit % plan.segments * plan.strip_rows;
     const int col = unit / plan.segments % plan.strips * plan.strip_cols;
     const int64_t sample = unit / plan.segments / plan.strips;
-    const int64_t map = int64_t(shape.out_size[0]) * shape.out_size[1];
-    const int first_row = segment * plan.strip_rows;
+    const int64_t* stride = work_.input.stride;
+    const int64_t grad =
+        (sample * shape.out_channels + out_block_ * kBlockChannels + first_channel()) * map() + col +
+        first_grad_col();
+    const int64_t input = sample * stride[0] + (in_block_ * kInChannels + warp_) * stride[1] +
+                          (col + lane_ - shape.padding[1]) * stride[3];
     return {first_row, min(plan.strip_rows, shape.out_size[0] - first_row), col,
-            static_cast<const In*>(work_.grad_v) +
-                (sample * shape.out_channels + out_block_ * kBlockChannels) * map,
-            static_cast<const In*>(work_.input.data) + sample * work_.input.stride[0] +
-                in_block_ * kInChannels * work_.input.stride[1]};
+            static_cast<const In*>(work_.grad_v) + grad, static_cast<const In*>(work_.input.data) + input};
   }
+
+  // Nothing is copied there.
+  __device__ void clear_missing_channels() const {
+    const int first = out_channels_ * kStripPitch;
+    const int end = work_.plan.channel_warps * kWarpChannels16 * kStripPitch;
+    for (int i = first + threadIdx.x; i < end; i += kWeightThreads)
+      shared_.grads[0][0][i] = shared_.grads[1][0][i] = In(0.0f);
+  }
+
+  __device__ int map() const { return work_.shape.out_size[0] * work_.shape.out_size[1]; }
+
+  // Where rows are short, lanes have several channels at a time.
+  __device__ int first_channel() const { return warp_ * channels_at_once_ + lane_ / copy_lanes_; }
+  __device__ int first_grad_col() const { return lane_ % copy_lanes_ * work_.plan.copy_values; }
 
   // Rows come in while those before are multiplied.
   __device__ void add_strip(int unit) {
@@ -105,57 +125,53 @@ class WeightGradientBlock {
 
   __device__ void load_grads(const Strip& strip, int row) const {
     visit_copy_bytes<In>(work_.plan.copy_values, [&](auto bytes) {
-      constexpr int kValues = decltype(bytes)::value / int(sizeof(In));
+      constexpr int kBytes = decltype(bytes)::value;
+      constexpr int kSpan = kWarpThreads * kBytes / int(sizeof(In));
       const ConvShape& shape = work_.shape;
-      const int64_t map = int64_t(shape.out_size[0]) * shape.out_size[1];
-      const In* const from = strip.grads + int64_t(strip.first_row + row) * shape.out_size[1] + strip.col;
-      const int channels = shape.out_channels - out_block_ * kBlockChannels;
-      const int used = work_.plan.channel_warps * kWarpChannels16;
-      for (int col = lane_ * kValues; col < work_.plan.strip_cols; col += kWarpThreads * kValues) {
-        const bool is_inside = strip.col + col < shape.out_size[1];
+      const int step = kWeightWarps * channels_at_once_;
+      for (int col = first_grad_col(); col < work_.plan.strip_cols; col += kSpan) {
+        const bool exists = strip.col + col < shape.out_size[1];
+        const In* from = strip.grads + (strip.first_row + row) * shape.out_size[1] + (col - first_grad_col());
+        In* to = &shared_.grads[row % 2][first_channel()][col];
 #pragma unroll 4
-        for (int c = warp_; c < used; c += kWeightWarps) {
-          const bool exists = is_inside && c < channels;
-          copy_or_clear<decltype(bytes)::value>(&shared_.grads[row % 2][c][col],
-                                                exists ? from + c * map + col : from, exists);
-        }
+        for (int c = first_channel(); c < out_channels_;
+             c += step, from += step * map(), to += step * kStripPitch)
+          copy_or_clear<kBytes>(to, from, exists);
       }
     });
   }
 
   // A row of the padded input, counted from the first one that the strip's first row meets.
   __device__ void load_input(const Strip& strip, int row) const {
-    const ConvShape& shape = work_.shape;
-    const int y = strip.first_row + row - shape.padding[0];
-    const bool has_row = y >= 0 && y < shape.in_size[0];
-    const int cols = work_.plan.strip_cols + kTaps - 1;
-    const int channels = shape.in_channels - in_block_ * kInChannels;
     constexpr int kRounds = kInChannels / kWeightWarps;
     constexpr int kSpans = (kMostStripCols + kTaps - 1 + kWarpThreads - 1) / kWarpThreads;
+    const ConvShape& shape = work_.shape;
+    const int64_t* stride = work_.input.stride;
+    const int y = strip.first_row + row - shape.padding[0];
+    const bool has_row = y >= 0 && y < shape.in_size[0];
     const auto for_each = [&](const auto& visit) {
 #pragma unroll
-      for (int round = 0; round < kRounds; ++round) {
+      for (int span = 0; span < kSpans; ++span) {
+        const int col = span * kWarpThreads + lane_;
+        const int x = strip.col + col - shape.padding[1];
+        const bool is_inside = has_row && x >= 0 && x < shape.in_size[1];
+        if (col >= work_.plan.strip_cols + kTaps - 1) continue;
 #pragma unroll
-        for (int span = 0; span < kSpans; ++span) {
+        for (int round = 0; round < kRounds; ++round) {
           const int c = round * kWeightWarps + warp_;
-          const int col = span * kWarpThreads + lane_;
-          const int x = strip.col + col - shape.padding[1];
-          const bool exists = has_row && c < channels && x >= 0 && x < shape.in_size[1];
-          const int64_t at = c * work_.input.stride[1] + y * work_.input.stride[2] + x * work_.input.stride[3];
-          if (col < cols)
-            visit(round * kSpans + span, &shared_.input[row % kInputRows][c][col],
-                  exists ? strip.input + at : nullptr);
+          visit(span * kRounds + round, &shared_.input[row % kInputRows][c][col],
+                strip.input + y * stride[2] + round * kWeightWarps * stride[1] +
+                    span * kWarpThreads * stride[3],
+                is_inside && c < in_channels_);
         }
       }
     };
     if constexpr (kIsFloat) {
-      for_each([&](int, In* to, const In* from) {
-        copy_or_clear<sizeof(In)>(to, from != nullptr ? from : strip.input, from != nullptr);
-      });
+      for_each([](int, In* to, const In* from, bool exists) { copy_or_clear<sizeof(In)>(to, from, exists); });
     } else {  // too few bytes for an asynchronous copy: all loads, then all stores
-      In values[kRounds * kSpans];
-      for_each([&](int i, In*, const In* from) { values[i] = from != nullptr ? *from : In(0.0f); });
-      for_each([&](int i, In* to, const In*) { *to = values[i]; });
+      In values[kSpans * kRounds];
+      for_each([&](int i, In*, const In* from, bool exists) { values[i] = exists ? *from : In(0.0f); });
+      for_each([&](int i, In* to, const In*, bool) { *to = values[i]; });
     }
   }
 
@@ -250,7 +266,9 @@ class WeightGradientBlock {
 
   const WeightGradientWork& work_;
   WeightShared<In>& shared_;
-  const int lane_, warp_, channel_warp_, part_, parts_, out_block_, in_block_;
+  const int lane_, warp_, channel_warp_, part_, parts_, copy_lanes_, channels_at_once_;
+  const int out_block_, in_block_;
+  const int out_channels_, in_channels_;  // of this block
   float sums_[kTaps * kTaps][4]{};
 };
 

@@ -14,10 +14,9 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-#define FUSEDCONV_MMA(shape_and_types)                                                         \
-  asm("mma.sync.aligned." shape_and_types                                                      \
-      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                       \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                         \
+#define FUSEDCONV_MMA(shape_and_types)                                                                       \
+  asm("mma.sync.aligned." shape_and_types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                       \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
 template <class Element>
