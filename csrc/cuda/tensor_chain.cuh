@@ -5,7 +5,7 @@
 #include "launch.cuh"
 #include "tensor_copy.h"
 #include "tensor_direct.cuh"
-#include "tensor_kernel.cuh"
+#include "tensor_pieces.cuh"
 #include "workspace.cuh"
 
 namespace fusedconv {
@@ -26,10 +26,6 @@ inline Tensor dense_tensor(const Tensor& like, void* data, bool channels_last) {
   const auto [n, c, h, w] = like.size;
   if (channels_last) return {data, like.dtype, {n, c, h, w}, {c * h * w, 1, w * c, c}};
   return {data, like.dtype, {n, c, h, w}, {c * h * w, h * w, w, 1}};
-}
-
-inline bool is_aligned(const void* data, size_t bytes) {
-  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
 }
 
 // One call on elements of one type. From a null workspace it only tells how much it needs.
@@ -68,28 +64,16 @@ class TensorRun {
   }
 
   static cudaError_t load() {
-    int device = 0;
-    int shared_bytes = 0;
-    if (const cudaError_t status = cudaGetDevice(&device)) return status;
-    if (const cudaError_t status =
-            cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))
-      return status;
     if constexpr (!kStores) {
       if (const cudaError_t status = load_kernel(direct_kernel<Chain, In>())) return status;
     }
-    if constexpr (!kNeedsPieces) return cudaSuccess;
-    if constexpr (kNeedsStatistics) {
-      if (const cudaError_t status = load_group_statistics<T, double>()) return status;
-    }
-    return cudaFuncSetAttribute(tensor_chain<Chain, In>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                shared_bytes);
+    if constexpr (kStores || kNeedsStatistics) return load_pieces<Chain, In>();
+    return cudaSuccess;
   }
 
  private:
   static constexpr bool kStores = Chain::Reduce::kStores;
   static constexpr bool kNeedsStatistics = Chain::kNeedsStatistics;
-  static constexpr bool kNeedsPieces = kStores || kNeedsStatistics;
-  static constexpr int kVector = kVectorBytes / int(sizeof(In));
 
   // Whether both tensors have the layout, or the output need not: where it is smaller, any strides will do.
   bool fits(bool channels_last) const {
@@ -97,21 +81,15 @@ class TensorRun {
   }
 
   void plan(bool channels_last, const cuda::Card& card) {
-    const cuda::TensorTraits traits{kNeedsStatistics, Chain::Reduce::kReducesChannels, int(sizeof(In)),
-                                    int(sizeof(T)), kVector};
-    work_.shape = shape(channels_last);
-    const int widest = widest_load(traits, work_.shape);
-    work_.plan = plan_tensor(traits, work_.shape, may_start(widest) ? widest : 1, card);
-    work_.input = input_.data;
+    constexpr cuda::TensorTraits kTraits = tensor_traits<Chain, In>();
+    const TensorShape shape = shape_of_work(channels_last);
+    const int widest = widest_load(kTraits, shape);
+    work_ = tensor_work<T>(shape, plan_tensor(kTraits, shape, may_start(widest) ? widest : 1, card),
+                           input_.data, problem_.arguments);
     work_.output = output_;
-    work_.arguments = problem_.arguments;
-    work_.pieces = work_.shape.samples * work_.plan.units * work_.plan.slices;
-    work_.share_of_value =
-        1 / (double(work_.shape.channels / work_.shape.groups) * double(work_.shape.pixels));
     if (kNeedsStatistics && !work_.plan.resident) {
-      const int64_t groups = work_.shape.samples * work_.shape.groups;
-      work_.parts = workspace_.take<Part<double>>(groups * parts_per_group());
-      norms_ = workspace_.take<Norm<T>>(work_.shape.samples * work_.shape.channels);
+      work_.parts = workspace_.take<Part<double>>(count_of_parts(work_));
+      norms_ = workspace_.take<Norm<T>>(shape.samples * shape.channels);
     }
   }
 
@@ -123,7 +101,7 @@ class TensorRun {
            (!kStores || is_aligned(output_.data, std::min<size_t>(elements * out_bytes, kVectorBytes)));
   }
 
-  TensorShape shape(bool channels_last) const {
+  TensorShape shape_of_work(bool channels_last) const {
     const int64_t* size = input_.size;
     const int64_t pixels = size[2] * size[3];
     if (!kNeedsStatistics && kStores) {  // samples are nothing of their own, nor even channels perhaps
@@ -135,36 +113,19 @@ class TensorRun {
     return {size[0], size[1], pixels, channels_last, groups, window_pixels};
   }
 
-  int64_t parts_per_group() const { return work_.plan.units_per_group * work_.plan.slices; }
-
   cudaError_t launch_chain(cudaStream_t stream) const {
     TensorWork<T> work = work_;
     const bool overlaps = kNeedsStatistics && overlaps_kernels_;
     if constexpr (kNeedsStatistics) {
-      if (work.plan.resident) return launch_pieces(work, TensorStep::kWhole, false, stream);
-      if (const cudaError_t status = launch_pieces(work, TensorStep::kMoments, false, stream)) return status;
-      if (const cudaError_t status = launch_group_statistics<T>(
-              work.parts, parts_per_group(), work.shape.samples, work.shape.channels, work.shape.pixels,
-              work.arguments, norms_, overlaps, stream))
-        return status;
+      if (work.plan.resident) return launch_pieces<Chain, In>(work, TensorStep::kWhole, false, stream);
+      if (const cudaError_t status = launch_norms<Chain, In>(work, norms_, overlaps, stream)) return status;
       work.norms = norms_;
     }
     if constexpr (kStores) {
-      return launch_pieces(work, TensorStep::kFinish, overlaps, stream);
+      return launch_pieces<Chain, In>(work, TensorStep::kFinish, overlaps, stream);
     } else {
       return launch_direct<Chain, In>(work, overlaps, stream);
     }
-  }
-
-  // Each block has a piece; those of a group are a cluster, where the step is the whole of the chain.
-  static cudaError_t launch_pieces(TensorWork<T>& work, TensorStep step, bool overlaps, cudaStream_t stream) {
-    work.step = step;
-    const int cluster = step == TensorStep::kWhole ? int(work.plan.slices) : 1;
-    LaunchShape shape{grid_of(work.pieces, cluster), work.plan.threads, int(work.plan.shared_bytes),
-                      overlaps};
-    if (step == TensorStep::kFinish) shape.shared_bytes = work.plan.tile_at;  // the parameters only
-    shape.cluster = cluster;
-    return launch_kernel(tensor_chain<Chain, In>, shape, stream, work);
   }
 
   const Problem& problem_;
@@ -183,17 +144,7 @@ cudaError_t visit_dtype(const Problem& problem, const Visit& visit) {
   const DType in = problem.input.dtype;
   const DType out = problem.output.dtype;
   if (in != out && (out != DType::kFloat32 || in == DType::kFloat64)) return cudaErrorInvalidValue;
-  switch (in) {
-    case DType::kFloat32:
-      return visit(float{});
-    case DType::kFloat64:
-      return visit(double{});
-    case DType::kBFloat16:
-      return visit(__nv_bfloat16{});
-    case DType::kFloat16:
-      return visit(__half{});
-  }
-  return cudaErrorInvalidValue;
+  return visit_element(in, visit);
 }
 
 template <class Chain>

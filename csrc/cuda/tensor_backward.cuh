@@ -1,0 +1,344 @@
+// Backward of a chain on a given v, the conv's output: plans and queues it. Reads from top to bottom.
+//
+// The reduction spreads the output's gradient over v's places: it leaves a table from which, with v, the
+// gradient at each place follows. From there on all is pointwise, but for two sums over each group of a
+// GroupNorm. What it takes is computed again from v. No plan and no sum of a sample depends on its batch.
+#pragma once
+
+#include <variant>
+
+#include "tensor_gradient.cuh"
+#include "tensor_pieces.cuh"
+#include "workspace.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// One call that computes in T.
+template <class Chain, class T>
+class BackwardRun {
+ public:
+  BackwardRun(const BackwardProblem& problem, int64_t step_samples, Workspace& workspace,
+              const cuda::Card& card)
+      : problem_(problem),
+        card_(card),
+        samples_(problem.v.size[0]),
+        channels_(problem.v.size[1]),
+        pixels_(problem.v.size[2] * problem.v.size[3]),
+        windows_(kPools ? pooled(0) * pooled(1) : pixels_),
+        plane_(slice_planes(pixels_)),
+        window_plane_(slice_planes(windows_)),
+        writes_(problem.wants_v || wants_any(kOfAll<Chain>)),
+        runs_(writes_ || wants_any(kAfterNorm<Chain>)) {
+    if (runs_) take_memory(std::min(step_samples, samples_), workspace);
+  }
+
+  cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
+                          cudaStream_t stream) const {
+    if (!runs_) return cudaSuccess;
+    if (!fits()) return cudaErrorInvalidValue;
+    const BackwardWork<T> work = work_of(first_sample, samples, v, problem_.wants_v ? grad_v : nullptr);
+    bool overlaps = false;  // with the kernel before; the first one does not
+    const auto launch = [&](auto* kernel, int64_t blocks) {
+      const LaunchShape shape{grid_of(blocks, 1), kPlaneThreads, 0, overlaps};
+      overlaps = card_.overlaps_kernels;
+      return launch_kernel(kernel, shape, stream, work);
+    };
+    if constexpr (kNeedsStatistics) {
+      if (const cudaError_t status = launch_unit_norms(samples, v, stream)) return status;
+      overlaps = card_.overlaps_kernels;
+    }
+    if constexpr (kPools) {
+      if (const cudaError_t status = launch(max_pool_table<Chain, T>, blocks_of(work.windows))) return status;
+    } else if constexpr (kReducesChannels) {
+      if (const cudaError_t status = launch(logsumexp_table<Chain, T>, samples * work.blocks_per_sample))
+        return status;
+    }
+    if constexpr (kNeedsStatistics && !kPools) {
+      if (const cudaError_t status = launch(sums_after_norm<Chain, T>, blocks_of(work.planes))) return status;
+    }
+    if (!writes_) return cudaSuccess;
+    if constexpr (kNeedsStatistics) {
+      if (const cudaError_t status =
+              launch_group_means<T>(work.after_norm, samples, channels_, pixels_, problem_.arguments,
+                                    work.norms, work.means, overlaps, stream))
+        return status;
+    }
+    return launch(write_gradient<Chain, T>, blocks_of(work.planes));
+  }
+
+  cudaError_t launch_parameters(cudaStream_t stream) const {
+    ParameterGradients gradients{};
+    bool any = false;
+    for (int kind = 0; kind < kGradientKinds; ++kind) {
+      gradients.of[kind] = {
+          wanted(kind), {after_norm_.of[kind], of_all_.of[kind]}, {after_norm_.slices, of_all_.slices}};
+      any |= wanted(kind) != nullptr;
+    }
+    if (!any) return cudaSuccess;
+    return launch_parameter_gradients<T>(gradients, samples_, channels_, stream);
+  }
+
+  static cudaError_t load() {
+    if constexpr (kPools) {
+      if (const cudaError_t status = load_kernel(max_pool_table<Chain, T>)) return status;
+    } else if constexpr (kReducesChannels) {
+      if (const cudaError_t status = load_kernel(logsumexp_table<Chain, T>)) return status;
+    }
+    if constexpr (kNeedsStatistics && !kPools) {
+      if (const cudaError_t status = load_kernel(sums_after_norm<Chain, T>)) return status;
+    }
+    if (const cudaError_t status = load_parameter_sums<T>()) return status;
+    return load_kernel(write_gradient<Chain, T>);
+  }
+
+ private:
+  static constexpr bool kNeedsStatistics = Chain::kNeedsStatistics;
+  static constexpr bool kPools = Chain::Reduce::kPools;
+  static constexpr bool kReducesChannels = Chain::Reduce::kReducesChannels;
+
+  // ---- what is wanted ----
+
+  void* wanted(int kind) const {
+    void* const of_kind[] = {problem_.bias, problem_.scale, problem_.norm_weight, problem_.norm_bias,
+                             problem_.conv_bias};
+    return of_kind[kind];
+  }
+  bool wants_any(unsigned mask) const {
+    for (int kind = 0; kind < kGradientKinds; ++kind) {
+      if ((mask >> kind & 1) != 0 && wanted(kind) != nullptr) return true;
+    }
+    return false;
+  }
+
+  // ---- sizes ----
+
+  int64_t pooled(int d) const { return problem_.v.size[2 + d] / problem_.arguments.pool[d]; }
+  int64_t results() const { return kReducesChannels ? pixels_ : channels_ * windows_; }  // of a sample
+  int64_t groups() const { return kNeedsStatistics ? problem_.arguments.num_groups : 1; }
+
+  // Rows and columns of windows are counted in 31 bits.
+  bool fits() const {
+    constexpr int64_t kMost = INT32_MAX - kPlaneThreads * kThreadValues;
+    return !kPools || std::max(problem_.v.size[2], problem_.v.size[3]) < kMost;
+  }
+
+  // ---- memory ----
+
+  void take_memory(int64_t step_samples, Workspace& workspace) {
+    after_norm_ =
+        take_sums(kAfterNorm<Chain>, kinds(true, {kOfNormWeight, kOfNormBias}), window_plane_, workspace);
+    if (writes_) of_all_ = take_sums(kOfAll<Chain>, 0, plane_, workspace);
+    if constexpr (kNeedsStatistics) {
+      norms_ = workspace.take<Norm<T>>(step_samples * channels_);
+      means_ = workspace.take<GroupMeans<T>>(step_samples * groups());
+      visit_input([&](auto element) {
+        moments_ = workspace.take<Part<double>>(
+            count_of_parts(moments_work<decltype(element)>(step_samples, nullptr)));
+        return cudaSuccess;
+      });
+    }
+    if constexpr (kPools) {
+      window_place_ = workspace.take<int2>(step_samples * channels_ * windows_);
+      window_grad_ = workspace.take<T>(step_samples * channels_ * windows_);
+    } else if constexpr (kReducesChannels) {
+      most_ = workspace.take<T>(step_samples * pixels_);
+      factor_ = workspace.take<T>(step_samples * pixels_);
+    }
+  }
+
+  // Those of the mask that are wanted or always needed.
+  PartialSums take_sums(unsigned mask, unsigned needed, const PlaneSlices& slices, Workspace& workspace) {
+    PartialSums sums{{}, slices.slices};
+    for (int kind = 0; kind < kGradientKinds; ++kind) {
+      const bool is_needed = (needed >> kind & 1) != 0 || wanted(kind) != nullptr;
+      if ((mask >> kind & 1) != 0 && is_needed)
+        sums.of[kind] = workspace.take<double>(samples_ * channels_ * slices.slices);
+    }
+    return sums;
+  }
+
+  // ---- the norm, without weight and bias ----
+
+  // Calls visit with an element of v's dtype, where that is computed in T.
+  template <class Visit>
+  cudaError_t visit_input(const Visit& visit) const {
+    return visit_element(problem_.v.dtype, [&](auto element) {
+      if constexpr (std::is_same_v<Compute<decltype(element)>, T>) return visit(element);
+      return cudaErrorInvalidValue;
+    });
+  }
+
+  // A plan's number of parts is the same for any v.
+  template <class In>
+  TensorWork<T> moments_work(int64_t samples, const void* v) const {
+    constexpr cuda::TensorTraits kTraits = tensor_traits<Chain, In>();
+    const TensorShape shape{samples, channels_, pixels_, false, groups(), 1};
+    const int widest = widest_load(kTraits, shape);
+    const int width = is_aligned(v, widest * sizeof(In)) ? widest : 1;
+    Arguments arguments = problem_.arguments;
+    arguments.norm_weight = {};
+    arguments.norm_bias = {};
+    TensorWork<T> work = tensor_work<T>(shape, plan_moments(kTraits, shape, width, card_), v, arguments);
+    work.parts = moments_;
+    return work;
+  }
+
+  cudaError_t launch_unit_norms(int64_t samples, const void* v, cudaStream_t stream) const {
+    return visit_input([&](auto element) {
+      using In = decltype(element);
+      TensorWork<T> work = moments_work<In>(samples, v);
+      return launch_norms<Chain, In>(work, norms_, card_.overlaps_kernels, stream);
+    });
+  }
+
+  // ---- what the kernels get ----
+
+  BackwardWork<T> work_of(int64_t first_sample, int64_t samples, const void* v, void* grad_v) const {
+    BackwardWork<T> work{};
+    work.v = {const_cast<void*>(v), problem_.v.dtype};
+    work.grad = elements_from(problem_.grad, problem_.grad_dtype, first_sample * results());
+    work.grad_v = {grad_v, problem_.grad_v_dtype};
+    set_shape(work, samples);
+    work.width = may_load_wide(work) ? kWidth<T> : 1;
+    work.arguments = problem_.arguments;
+    work.after_norm = sums_from(after_norm_, first_sample * channels_);
+    work.of_all = sums_from(of_all_, first_sample * channels_);
+    if constexpr (kNeedsStatistics) {
+      work.norms = norms_;
+      work.means = means_;
+      work.by_group_channels = cuda::wide_divisor(channels_ / groups(), channels_);
+    }
+    if constexpr (kPools) set_pool(work);
+    if constexpr (kReducesChannels) set_logsumexp(work);
+    return work;
+  }
+
+  void set_shape(BackwardWork<T>& work, int64_t samples) const {
+    constexpr bool kIsPointwise = Chain::Reduce::kStores && !kHasChannels<Chain>;
+    if (kIsPointwise && problem_.conv_bias == nullptr) {  // planes are nothing of their own
+      work.samples = 1;
+      work.channels = 1;
+      work.pixels = samples * channels_ * pixels_;
+      work.planes = sliced_planes(slice_planes(work.pixels), 1, 1);
+      return;
+    }
+    work.samples = samples;
+    work.channels = channels_;
+    work.pixels = pixels_;
+    work.planes = sliced_planes(plane_, samples, channels_);
+  }
+
+  // Whether rows of pixels are whole wide loads, in every tensor that has pixels.
+  bool may_load_wide(const BackwardWork<T>& work) const {
+    const auto may_start = [](const Elements& elements) {
+      return is_aligned(elements.data, kWidth<T> * bytes_of(elements.dtype));
+    };
+    return work.pixels % kWidth<T> == 0 && may_start(work.v) && may_start(work.grad_v) &&
+           (kPools || may_start(work.grad));
+  }
+
+  void set_pool(BackwardWork<T>& work) const {
+    const auto narrow_size = [](int64_t size) { return int(std::min<int64_t>(size, INT32_MAX)); };
+    const int64_t* size = problem_.v.size + 2;
+    const int64_t* window = problem_.arguments.pool;
+    PoolShape& pool = work.pool;
+    pool.cols = narrow_size(size[1]);
+    pool.window_rows = narrow_size(window[0]);
+    pool.window_cols = narrow_size(window[1]);
+    pool.pooled_rows = int(pooled(0));
+    pool.pooled_cols = int(pooled(1));
+    pool.by_cols = cuda::wide_divisor(size[1], pixels_);
+    pool.by_pooled_cols = cuda::wide_divisor(std::max<int64_t>(pooled(1), 1), windows_);
+    pool.by_window_rows = cuda::divisor(pool.window_rows);
+    pool.by_window_cols = cuda::divisor(pool.window_cols);
+    work.windows = sliced_planes(window_plane_, work.samples, channels_);
+    work.window_place = window_place_;
+    work.window_grad = window_grad_;
+  }
+
+  // Lanes next to each other have a line of memory; more of them share a pixel if threads would be left over.
+  void set_logsumexp(BackwardWork<T>& work) const {
+    const int line = std::min(cuda::kLineBytes / int(work.width * sizeof(T)), kWarpThreads / 2);
+    const int64_t loads = cuda::divide_up(pixels_, work.width);
+    work.lanes = kWarpThreads / cuda::power_of_two_from(loads, line);
+    while (work.lanes < kWarpThreads && 2 * work.lanes * loads <= kPlaneThreads) work.lanes *= 2;
+    work.blocks_per_sample = cuda::divide_up(loads, kPlaneThreads / work.lanes);
+    work.by_blocks_per_sample =
+        cuda::wide_divisor(work.blocks_per_sample, (work.samples + 1) * work.blocks_per_sample);
+    work.most = most_;
+    work.factor = factor_;
+  }
+
+  const BackwardProblem problem_;
+  const cuda::Card card_;
+  const int64_t samples_;
+  const int64_t channels_;
+  const int64_t pixels_;
+  const int64_t windows_;  // of a plane; its pixels where nothing is pooled
+  const PlaneSlices plane_;
+  const PlaneSlices window_plane_;
+  const bool writes_;  // anything that takes a last pass over v
+  const bool runs_;
+  // Of all samples.
+  PartialSums after_norm_{};
+  PartialSums of_all_{};
+  // Of a step's.
+  Part<double>* moments_ = nullptr;
+  Norm<T>* norms_ = nullptr;
+  GroupMeans<T>* means_ = nullptr;
+  int2* window_place_ = nullptr;
+  T* window_grad_ = nullptr;
+  T* most_ = nullptr;
+  T* factor_ = nullptr;
+};
+
+// Takes its memory from the workspace (a null base only counts). A step has so many samples at the most.
+template <class Chain>
+class TensorBackward {
+ public:
+  TensorBackward(const BackwardProblem& problem, int64_t step_samples, Workspace& workspace,
+                 const cuda::Card& card)
+      : run_(make_run(problem, step_samples, workspace, card)) {}
+
+  // Queues the gradient of v of `samples` samples from `first_sample` on. v (problem.v.dtype) and grad_v
+  // (problem.grad_v_dtype) are contiguous memory of these samples alone; the rest is of all samples.
+  cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
+                          cudaStream_t stream) const {
+    return std::visit(
+        [&](const auto& run) { return run.launch_step(first_sample, samples, v, grad_v, stream); }, run_);
+  }
+
+  // After the steps of all samples: the gradients of the parameters, each the sum over a channel of all.
+  cudaError_t launch_parameters(cudaStream_t stream) const {
+    return std::visit([&](const auto& run) { return run.launch_parameters(stream); }, run_);
+  }
+
+  // Loads every kernel onto the current device.
+  static cudaError_t load() {
+    if (const cudaError_t status = BackwardRun<Chain, float>::load()) return status;
+    if (const cudaError_t status = BackwardRun<Chain, double>::load()) return status;
+    if constexpr (Chain::kNeedsStatistics) {
+      if (const cudaError_t status = load_pieces<Chain, float>()) return status;
+      if (const cudaError_t status = load_pieces<Chain, double>()) return status;
+      if (const cudaError_t status = load_pieces<Chain, __nv_bfloat16>()) return status;
+      return load_pieces<Chain, __half>();
+    }
+    return cudaSuccess;
+  }
+
+ private:
+  using Run = std::variant<BackwardRun<Chain, float>, BackwardRun<Chain, double>>;
+
+  static Run make_run(const BackwardProblem& problem, int64_t step_samples, Workspace& workspace,
+                      const cuda::Card& card) {
+    if (problem.v.dtype == DType::kFloat64)
+      return BackwardRun<Chain, double>(problem, step_samples, workspace, card);
+    return BackwardRun<Chain, float>(problem, step_samples, workspace, card);
+  }
+
+  Run run_;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,306 @@
+// The gradient of a reduction's result spread over what went into it. A kernel of its own finds what it takes
+// and writes a table, a window or a pixel a line; then the gradient at each place follows from the table and
+// v.
+#pragma once
+
+#include "backward_work.cuh"
+#include "tensor_reduce.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// ---- the tables ----
+
+// The place in the plane of a window's first maximum in the order of its rows, as PyTorch finds it: the last
+// NaN, if there is one.
+template <class Chain, class T>
+__device__ int2 place_of_maximum(const BackwardWork<T>& work, int64_t plane, int2 corner,
+                                 const Channel<T>& channel) {
+  constexpr int kAtOnce = 32 / int(sizeof(T));
+  const PoolShape& pool = work.pool;
+  int64_t from = plane * work.pixels + int64_t(corner.x) * pool.cols + corner.y;
+  int64_t left = int64_t(pool.window_rows) * pool.window_cols;
+  int next_col = 0;  // to be loaded
+  int row = 0;       // to be compared
+  int col = 0;
+  T most = -T(INFINITY);
+  int2 place = corner;
+  for (; left > 0; left -= kAtOnce) {
+    const int count = int(min(left, int64_t(kAtOnce)));
+    RawPack<T, 1> v[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (k >= count) continue;
+      v[k] = load_raw<T, 1>(work.v, from);
+      ++from;
+      if (++next_col == pool.window_cols) {
+        next_col = 0;
+        from += pool.cols - pool.window_cols;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (k >= count) continue;
+      const T x = Chain::value(values_of(v[k], work.v.dtype).element[0], channel);
+      if (x > most || x != x) {
+        most = x;
+        place = make_int2(corner.x + row, corner.y + col);
+      }
+      if (++col == pool.window_cols) {
+        col = 0;
+        ++row;
+      }
+    }
+  }
+  return place;
+}
+
+// The table of a max pool, and the sums behind the norm: only the places of maxima have a part in them.
+template <class Chain, class T>
+__global__ void __launch_bounds__(kPlaneThreads)
+    max_pool_table(const __grid_constant__ BackwardWork<T> work) {
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+  const Slice slice(work.windows);
+  const Channel<T> channel = channel_of_warp<Chain>(work, slice);
+  const NormGradient<T> norm = norm_gradient_of<Chain>(work, slice);
+  const PoolShape& pool = work.pool;
+  T sums[kGradientKinds]{};
+  for (int i = slice.thread; i < slice.values; i += slice.team) {
+    const int64_t window = slice.first + i;
+    const int64_t at = slice.plane * work.windows.of.values + window;
+    const RawPack<T, 1> raw_grad = load_raw<T, 1>(work.grad, at);
+    const int64_t row = pool.by_pooled_cols.divide(window);
+    const int col = int(window - row * pool.pooled_cols);
+    const int2 corner = make_int2(int(row) * pool.window_rows, col * pool.window_cols);
+    const int2 place = place_of_maximum<Chain>(work, slice.plane, corner, channel);
+    const T v = load_values<T, 1>(work.v, slice.plane * work.pixels + int64_t(place.x) * pool.cols + place.y)
+                    .element[0];
+    const T y = Chain::value(v, channel);
+    Gradients<T> none{};
+    const T grad = Chain::Final::vjp(values_of(raw_grad, work.grad.dtype).element[0], y, y, channel, none);
+    work.window_place[at] = place;
+    work.window_grad[at] = grad;
+    if constexpr (Chain::kNeedsStatistics) add_after_norm<Chain>(grad, v, channel, norm, sums);
+  }
+  write_sums<kAfterNorm<Chain>>(slice, sums, work.after_norm);
+}
+
+// Adds the channels of some pixels that a thread has, of those whose parameters are in shared memory.
+template <class Chain, class T, int kCount>
+__device__ void add_some_channels(const BackwardWork<T>& work, int64_t from, int first, int step, int count,
+                                  const Channel<T>* channels, LogSumExp<T> (&sums)[kCount]) {
+  constexpr int kLoads = (kCount > 1 ? 16 : 32) / int(sizeof(T));
+  for (; first < count; first += kLoads * step) {
+    RawPack<T, kCount> raw[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int c = first + i * step;
+      if (c < count) raw[i] = load_raw<T, kCount>(work.v, from + c * work.pixels);
+    }
+    T x[kCount][kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int c = first + i * step;
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) x[k][i] = -T(INFINITY);
+      if (c >= count) continue;
+      const Channel<T> channel = channels[c];
+      const Pack<T, kCount> v = values_of(raw[i], work.v.dtype);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) x[k][i] = Chain::value(v.element[k], channel);
+    }
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) sums[k].add(x[k]);
+  }
+}
+
+template <class Chain, class T, int kCount>
+__device__ void write_pixels(const BackwardWork<T>& work, Channel<T> (&channels)[kPlaneThreads]) {
+  const ReducingThread thread(false, work.lanes);
+  const int64_t sample = work.by_blocks_per_sample.divide(block_index());
+  const int64_t block = block_index() - sample * work.blocks_per_sample;
+  const int64_t pixel = (block * thread.pixels + thread.pixel) * kCount;
+  const bool exists = pixel < work.pixels;
+  LogSumExp<T> sums[kCount];
+  for (int64_t first = 0; first < work.channels; first += kPlaneThreads) {
+    const int count = int(min(work.channels - first, int64_t(kPlaneThreads)));
+    __syncthreads();
+    if (int(threadIdx.x) < count)
+      channels[threadIdx.x] = channel_of_thread<Chain>(work, sample, first + threadIdx.x);
+    __syncthreads();
+    add_some_channels<Chain>(work, (sample * work.channels + first) * work.pixels + pixel, thread.channel,
+                             thread.lanes, exists ? count : 0, channels, sums);
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) sums[k].add_lanes(thread.lanes, thread.distance);
+  if (!exists || thread.channel > 0) return;
+
+  const int64_t at = sample * work.pixels + pixel;
+  const Pack<T, kCount> grad = load_values<T, kCount>(work.grad, at);
+  const Channel<T> channel = make_channel<T>(work.arguments, 0);
+  Pack<T, kCount> most;
+  Pack<T, kCount> factor;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    Gradients<T> none{};
+    most.element[k] = LogSumExp<T>::shift_of(sums[k].most);
+    const T y = most.element[k] + log(sums[k].sum);
+    factor.element[k] = Chain::Final::vjp(grad.element[k], y, y, channel, none) * reciprocal(sums[k].sum);
+  }
+  store_pack(work.most + at, most);
+  store_pack(work.factor + at, factor);
+}
+
+// The table of a logsumexp.
+template <class Chain, class T>
+__global__ void __launch_bounds__(kPlaneThreads)
+    logsumexp_table(const __grid_constant__ BackwardWork<T> work) {
+  __shared__ Channel<T> channels[kPlaneThreads];
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+  if (block_index() >= work.samples * work.blocks_per_sample) return;
+  visit_count(work, [&](auto count) { write_pixels<Chain, T, decltype(count)::value>(work, channels); });
+}
+
+// ---- the gradient at each place ----
+
+// From a table, or from grad itself, for a thread's packs of a slice: load(i) at once, and gradients() when
+// v is there too.
+template <class Chain, class T, class Reduce = typename Chain::Reduce>
+class Spread;
+
+template <class Chain, class T>
+class Spread<Chain, T, Store> {
+  static_assert(std::is_same_v<typename Chain::Final, Sequence<>>,
+                "without a reduction the last stages belong to Post");
+
+ public:
+  static constexpr int kBatch = 4;
+  template <int kCount>
+  using Loaded = RawPack<T, kCount>;
+
+  __device__ Spread(const BackwardWork<T>& work, const Slice& slice)
+      : work_(work), first_(slice.plane * work.pixels + slice.first) {}
+
+  template <int kCount>
+  __device__ Loaded<kCount> load(int i) const {
+    return load_raw<T, kCount>(work_.grad, first_ + i);
+  }
+
+  template <int kCount>
+  __device__ Pack<T, kCount> gradients(int, const Loaded<kCount>& loaded, const Pack<T, kCount>&,
+                                       const Channel<T>&) const {
+    return values_of(loaded, work_.grad.dtype);
+  }
+
+ private:
+  const BackwardWork<T>& work_;
+  const int64_t first_;
+};
+
+template <class Chain, class T>
+class Spread<Chain, T, MaxPool> {
+ public:
+  static constexpr int kBatch = 2;
+  template <int kCount>
+  struct Loaded {
+    int2 place[kCount];
+    T grad[kCount];
+  };
+
+  __device__ Spread(const BackwardWork<T>& work, const Slice& slice)
+      : work_(work), pool_(work.pool), first_window_(slice.plane * work.windows.of.values) {
+    const int64_t row = pool_.by_cols.divide(slice.first);
+    row_ = int(row);
+    col_ = int(slice.first - row * pool_.cols);
+  }
+
+  template <int kCount>
+  __device__ Loaded<kCount> load(int i) const {
+    Loaded<kCount> loaded;
+    for_each_pixel<kCount>(i, [&](int k, int row, int col) {
+      const int window_row = pool_.by_window_rows.divide(row);
+      const int window_col = pool_.by_window_cols.divide(col);
+      loaded.place[k] = make_int2(-1, -1);
+      loaded.grad[k] = 0;
+      if (window_row < pool_.pooled_rows && window_col < pool_.pooled_cols) {
+        const int64_t at = first_window_ + int64_t(window_row) * pool_.pooled_cols + window_col;
+        loaded.place[k] = work_.window_place[at];
+        loaded.grad[k] = work_.window_grad[at];
+      }
+    });
+    return loaded;
+  }
+
+  template <int kCount>
+  __device__ Pack<T, kCount> gradients(int i, const Loaded<kCount>& loaded, const Pack<T, kCount>&,
+                                       const Channel<T>&) const {
+    Pack<T, kCount> grad;
+    for_each_pixel<kCount>(i, [&](int k, int row, int col) {
+      const bool is_maximum = loaded.place[k].x == row && loaded.place[k].y == col;
+      grad.element[k] = is_maximum ? loaded.grad[k] : T(0);
+    });
+    return grad;
+  }
+
+ private:
+  // Calls visit(k, row, col) for kCount pixels, which need not be of one row.
+  template <int kCount, class Visit>
+  __device__ void for_each_pixel(int i, const Visit& visit) const {
+    const int rows = pool_.by_cols.narrow.divide(col_ + i);
+    int row = row_ + rows;
+    int col = col_ + i - rows * pool_.cols;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      visit(k, row, col);
+      if (++col == pool_.cols) {
+        col = 0;
+        ++row;
+      }
+    }
+  }
+
+  const BackwardWork<T>& work_;
+  const PoolShape& pool_;
+  const int64_t first_window_;
+  int row_;  // of the slice's first pixel
+  int col_;
+};
+
+template <class Chain, class T>
+class Spread<Chain, T, ChannelLogSumExp> {
+ public:
+  static constexpr int kBatch = 2;
+  template <int kCount>
+  struct Loaded {
+    Pack<T, kCount> most;
+    Pack<T, kCount> factor;
+  };
+
+  __device__ Spread(const BackwardWork<T>& work, const Slice& slice)
+      : work_(work), first_(slice.sample * work.pixels + slice.first) {}
+
+  template <int kCount>
+  __device__ Loaded<kCount> load(int i) const {
+    return {load_pack<kCount>(work_.most + first_ + i), load_pack<kCount>(work_.factor + first_ + i)};
+  }
+
+  template <int kCount>
+  __device__ Pack<T, kCount> gradients(int, const Loaded<kCount>& loaded, const Pack<T, kCount>& v,
+                                       const Channel<T>& channel) const {
+    Pack<T, kCount> grad;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k)
+      grad.element[k] =
+          exp(Chain::value(v.element[k], channel) - loaded.most.element[k]) * loaded.factor.element[k];
+    return grad;
+  }
+
+ private:
+  const BackwardWork<T>& work_;
+  const int64_t first_;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
