@@ -26,6 +26,7 @@ using Quad = std::array<int64_t, 4>;
 using PyTensor = std::pair<std::string, int>;               // name, dtype
 using PyForm = std::tuple<int, Quad, Quad>;                 // dtype, sizes, strides
 using PyConv = std::tuple<PyForm, Pair, Pair, Pair, bool>;  // weight, stride, padding, dilation, tf32
+using PyConvInput = std::pair<PyForm, PyConv>;
 // num_groups, eps, pool_size, clamp_min, clamp_max
 using PyNumbers = std::tuple<int64_t, double, Pair, double, double>;
 
@@ -45,19 +46,84 @@ Conv to_conv(const PyConv& from) {
           {dilation[0], dilation[1]}, tf32};
 }
 
+// The gradient of the input has the same form.
+ConvBackward to_conv_backward(const PyConvInput& from) {
+  const Tensor input = to_tensor(from.first);
+  return {input, to_conv(from.second), input, nullptr};
+}
+
 Arguments to_arguments(const PyNumbers& from) {
   const auto& [num_groups, eps, pool, clamp_min, clamp_max] = from;
   return {{}, {}, {}, {}, num_groups, eps, {pool[0], pool[1]}, clamp_min, clamp_max};
 }
 
-// The tensors that a launch reads.
-constexpr std::array kNames{"input", "weight", "conv_bias", "bias", "scale", "norm_weight", "norm_bias"};
-enum Slot : size_t { kInput, kWeight, kConvBias, kBias, kScale, kNormWeight, kNormBias };
+// The tensors that a launch reads, and those whose gradients backward writes.
+constexpr std::array kNames{"input", "weight",      "conv_bias", "bias",
+                            "scale", "norm_weight", "norm_bias", "grad"};
+enum Slot : size_t { kInput, kWeight, kConvBias, kBias, kScale, kNormWeight, kNormBias, kGrad };
 
 size_t find_slot(const std::string& name) {
   const size_t slot = size_t(std::find(kNames.begin(), kNames.end(), name) - kNames.begin());
   if (slot == kNames.size()) throw std::invalid_argument("fusedconv: no tensor is called '" + name + "'");
   return slot;
+}
+
+// Where each of the named tensors is; null for all others.
+using Places = std::array<void*, kNames.size()>;
+
+// Some of the tensors, in the order in which runs bring their pointers.
+class Named {
+ public:
+  explicit Named(const std::vector<std::string>& names) {
+    for (const std::string& name : names) slots_.push_back(find_slot(name));
+  }
+
+  explicit Named(const std::vector<PyTensor>& tensors) {
+    for (const auto& [name, dtype] : tensors) {
+      slots_.push_back(find_slot(name));
+      dtypes_[slots_.back()] = static_cast<DType>(dtype);
+    }
+  }
+
+  Places places(const std::vector<uintptr_t>& pointers) const {
+    if (pointers.size() != slots_.size())
+      throw std::invalid_argument("fusedconv: the pointers are not those that were named");
+    Places at{};
+    for (size_t i = 0; i < slots_.size(); ++i) at[slots_[i]] = pointer(pointers[i]);
+    return at;
+  }
+
+  // For a plan, which may look at what there is, and at no pointer.
+  Places present() const { return places(std::vector<uintptr_t>(slots_.size(), kSomewhere)); }
+
+  DType dtype(Slot slot) const { return dtypes_[slot]; }
+  Parameter parameter(Slot slot, const Places& at) const { return {at[slot], dtypes_[slot]}; }
+
+  void set_parameters(Arguments& arguments, const Places& at) const {
+    arguments.bias = parameter(kBias, at);
+    arguments.scale = parameter(kScale, at);
+    arguments.norm_weight = parameter(kNormWeight, at);
+    arguments.norm_bias = parameter(kNormBias, at);
+  }
+
+ private:
+  static constexpr uintptr_t kSomewhere = 256;
+
+  std::vector<size_t> slots_;
+  std::array<DType, kNames.size()> dtypes_{};
+};
+
+// What was prepared for a device, if anything was.
+template <class Prepared>
+const Prepared& prepared(const std::optional<Prepared>& cuda) {
+  if (!cuda || !cuda->runs) throw std::invalid_argument("fusedconv: this launch is not prepared for CUDA");
+  return *cuda;
+}
+
+// Bytes of memory that a run wants and the plan in words; -1 where the conv is left to PyTorch.
+template <class Prepared>
+std::pair<int64_t, std::string> told(const Prepared& cuda) {
+  return {cuda.runs ? int64_t(cuda.workspace) : -1, cuda.plan};
 }
 
 // A problem that is made once and run often, by several threads at a time: each run brings its own pointers.
@@ -68,11 +134,8 @@ class Launch {
          const std::optional<PyConv>& conv, const PyNumbers& numbers, const PyForm& output)
       : chain_(chain),
         cpu_kernel_(find_on_cpu(chain)),
+        tensors_(tensors),
         problem_{to_tensor(input), nullptr, to_arguments(numbers), to_tensor(output)} {
-    for (const auto& [name, dtype] : tensors) {
-      slots_.push_back(find_slot(name));
-      dtypes_[slots_.back()] = static_cast<DType>(dtype);
-    }
     if (conv) conv_ = to_conv(*conv);
   }
 
@@ -80,45 +143,34 @@ class Launch {
     run(pointers, output, [&](const Problem& problem) { run_on_cpu(cpu_kernel_, problem, threads); });
   }
 
-  // Bytes of memory that a run on this device wants and the plan in words; -1 where the conv is left to
-  // PyTorch.
   std::pair<int64_t, std::string> prepare_cuda(int device) {
     Problem problem = problem_;
     if (conv_) problem.conv = &*conv_;
     cuda_ = prepare_on_cuda(chain_, problem, device);
-    return {cuda_->runs ? int64_t(cuda_->workspace) : -1, cuda_->plan};
+    return told(*cuda_);
   }
 
   void on_cuda(const std::vector<uintptr_t>& pointers, uintptr_t output, uintptr_t workspace,
                uintptr_t stream) const {
-    if (!cuda_ || !cuda_->runs)
-      throw std::invalid_argument("fusedconv: this launch is not prepared for CUDA");
+    const CudaLaunch& cuda = prepared(cuda_);
     run(pointers, output,
-        [&](const Problem& problem) { cuda_->run(problem, pointer(workspace), pointer(stream)); });
+        [&](const Problem& problem) { cuda.run(problem, pointer(workspace), pointer(stream)); });
   }
 
  private:
   template <class RunOnDevice>
   void run(const std::vector<uintptr_t>& pointers, uintptr_t output, const RunOnDevice& run_on_device) const {
-    if (pointers.size() != slots_.size())
-      throw std::invalid_argument("fusedconv: the pointers are not those that were named");
-    std::array<void*, kNames.size()> at{};  // null: absent
-    for (size_t i = 0; i < slots_.size(); ++i) at[slots_[i]] = pointer(pointers[i]);
-    const auto parameter = [&](Slot slot) { return Parameter{at[slot], dtypes_[slot]}; };
-
+    const Places at = tensors_.places(pointers);
     Problem problem = problem_;
     Conv conv;
     if (conv_) {
       conv = *conv_;
       conv.weight.data = at[kWeight];
-      conv.bias = parameter(kConvBias);
+      conv.bias = tensors_.parameter(kConvBias, at);
       problem.conv = &conv;
     }
     problem.input.data = at[kInput];
-    problem.arguments.bias = parameter(kBias);
-    problem.arguments.scale = parameter(kScale);
-    problem.arguments.norm_weight = parameter(kNormWeight);
-    problem.arguments.norm_bias = parameter(kNormBias);
+    tensors_.set_parameters(problem.arguments, at);
     problem.output.data = pointer(output);
 
     const py::gil_scoped_release release;
@@ -127,45 +179,87 @@ class Launch {
 
   std::string chain_;
   Kernel cpu_kernel_;  // every chain has one
-  std::vector<size_t> slots_;
-  std::array<DType, kNames.size()> dtypes_{};
+  Named tensors_;
   std::optional<Conv> conv_;
   std::optional<CudaLaunch> cuda_;
   Problem problem_;
 };
 
-// A parameter's name, its dtype and pointer, and the pointer of its gradient: 0 where nobody wants it.
-using PyParameter = std::tuple<std::string, int, uintptr_t, uintptr_t>;
+// The same for backward.
+class Backward {
+ public:
+  // tensors: names and dtypes of those whose pointers a run brings. gradients: names of those whose gradients
+  // it brings memory for.
+  Backward(const std::string& chain, const std::vector<PyTensor>& tensors, const PyForm& v,
+           const std::optional<PyConvInput>& conv, const PyNumbers& numbers, int grad_v_dtype,
+           const std::vector<std::string>& gradients, bool wants_v)
+      : chain_(chain), cpu_kernel_(find_on_cpu(chain)), tensors_(tensors), gradients_(gradients) {
+    problem_.v = to_tensor(v);
+    problem_.grad_dtype = tensors_.dtype(kGrad);
+    problem_.arguments = to_arguments(numbers);
+    problem_.grad_v_dtype = static_cast<DType>(grad_v_dtype);
+    problem_.wants_v = wants_v;
+    if (conv) conv_ = to_conv_backward(*conv);
+  }
 
-void set_parameter(BackwardProblem& problem, const PyParameter& from) {
-  const auto& [name, dtype, data, gradient] = from;
-  Arguments& arguments = problem.arguments;
-  const std::map<std::string, std::pair<Parameter*, void**>> places{
-      {"bias", {&arguments.bias, &problem.bias}},
-      {"scale", {&arguments.scale, &problem.scale}},
-      {"norm_weight", {&arguments.norm_weight, &problem.norm_weight}},
-      {"norm_bias", {&arguments.norm_bias, &problem.norm_bias}}};
-  const auto place = places.find(name);
-  if (place == places.end()) throw std::invalid_argument("fusedconv: no parameter is called '" + name + "'");
-  *place->second.first = {pointer(data), static_cast<DType>(dtype)};
-  *place->second.second = pointer(gradient);
-}
+  void on_cpu(const std::vector<uintptr_t>& pointers, const std::vector<uintptr_t>& gradients,
+              uintptr_t grad_v, int threads) const {
+    if (conv_) throw std::invalid_argument("fusedconv: on the CPU backward takes the conv's output");
+    run(tensors_.places(pointers), gradients_.places(gradients), grad_v,
+        [&](const BackwardProblem& problem) { run_backward_on_cpu(cpu_kernel_, problem, threads); });
+  }
 
-void backward_on_cpu(const std::string& chain, const PyForm& v_form, uintptr_t v, uintptr_t grad,
-                     const PyNumbers& numbers, const std::vector<PyParameter>& parameters, uintptr_t grad_v,
-                     bool wants_v, int threads) {
-  BackwardProblem problem{};
-  problem.v = to_tensor(v_form);
-  problem.v.data = pointer(v);
-  problem.grad = pointer(grad);
-  problem.arguments = to_arguments(numbers);
-  problem.grad_v = pointer(grad_v);
-  problem.wants_v = wants_v;
-  for (const PyParameter& parameter : parameters) set_parameter(problem, parameter);
-  const Kernel kernel = find_on_cpu(chain);
-  const py::gil_scoped_release release;
-  run_backward_on_cpu(kernel, problem, threads);
-}
+  std::pair<int64_t, std::string> prepare_cuda(int device) {
+    run(tensors_.present(), gradients_.present(), 0,
+        [&](const BackwardProblem& problem) { cuda_ = prepare_backward_on_cuda(chain_, problem, device); });
+    return told(*cuda_);
+  }
+
+  void on_cuda(const std::vector<uintptr_t>& pointers, const std::vector<uintptr_t>& gradients,
+               uintptr_t grad_v, uintptr_t workspace, uintptr_t stream) const {
+    const CudaBackward& cuda = prepared(cuda_);
+    run(tensors_.places(pointers), gradients_.places(gradients), grad_v,
+        [&](const BackwardProblem& problem) { cuda.run(problem, pointer(workspace), pointer(stream)); });
+  }
+
+ private:
+  template <class RunOnDevice>
+  void run(const Places& at, const Places& gradient, uintptr_t grad_v,
+           const RunOnDevice& run_on_device) const {
+    BackwardProblem problem = problem_;
+    ConvBackward conv;
+    if (conv_) {
+      conv = *conv_;
+      conv.input.data = at[kInput];
+      conv.conv.weight.data = at[kWeight];
+      conv.conv.bias = tensors_.parameter(kConvBias, at);
+      conv.grad_input.data = gradient[kInput];
+      conv.grad_weight = gradient[kWeight];
+      problem.conv = &conv;
+    } else {
+      problem.v.data = at[kInput];
+    }
+    problem.grad = at[kGrad];
+    tensors_.set_parameters(problem.arguments, at);
+    problem.grad_v = pointer(grad_v);
+    problem.conv_bias = gradient[kConvBias];
+    problem.bias = gradient[kBias];
+    problem.scale = gradient[kScale];
+    problem.norm_weight = gradient[kNormWeight];
+    problem.norm_bias = gradient[kNormBias];
+
+    const py::gil_scoped_release release;
+    run_on_device(problem);
+  }
+
+  std::string chain_;
+  Kernel cpu_kernel_;
+  Named tensors_;
+  Named gradients_;
+  std::optional<ConvBackward> conv_;
+  std::optional<CudaBackward> cuda_;
+  BackwardProblem problem_{};
+};
 
 std::map<std::string, std::string> build_info() {
   return {{"version", FUSEDCONV_VERSION},
@@ -188,7 +282,13 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
       .def("on_cpu", &Launch::on_cpu)
       .def("on_cuda", &Launch::on_cuda)
       .def("prepare_cuda", &Launch::prepare_cuda);
-  module.def("backward_on_cpu", &backward_on_cpu);
+  py::class_<Backward>(module, "Backward")
+      .def(py::init<const std::string&, const std::vector<PyTensor>&, const PyForm&,
+                    const std::optional<PyConvInput>&, const PyNumbers&, int, const std::vector<std::string>&,
+                    bool>())
+      .def("on_cpu", &Backward::on_cpu)
+      .def("on_cuda", &Backward::on_cuda)
+      .def("prepare_cuda", &Backward::prepare_cuda);
   module.def("cuda_chains", [] { return py::tuple(py::cast(cuda_chains())); });
   module.def("cuda_status", &cuda_status);
   module.def("build_info", &build_info);

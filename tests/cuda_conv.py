@@ -221,6 +221,7 @@ def forget() -> None:
     """Launches are prepared again, and say so in the log."""
     for operator in OPERATORS.values():
         operator.prepared.clear()
+        operator.backward.prepared.clear()
 
 
 class Runner:

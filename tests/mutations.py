@@ -123,7 +123,7 @@ MUTATIONS = (
              "bool runs_serially() { return in_forked_child; }", "bool runs_serially() { return false; }",
              "tests/test_threads.py -k row_24_children"),
     Mutation("25", "the number of threads is the machine's", PYTHON + "_launch.py",
-             "output, torch.get_num_threads()", "output, 2", "tests/test_threads.py -k row_25_one"),
+             "*pointers, torch.get_num_threads()", "*pointers, 2", "tests/test_threads.py -k row_25_one"),
     Mutation("25", "tiles, and so sums, depend on the number of threads", CPU + "plan.h",
              "Chain::Reduce::kPools ? arguments.pool[0] : 1);", "(Chain::Reduce::kPools ? arguments.pool[0] : 1) * threads);", "tests/test_threads.py -k row_25_any"),
     Mutation("bits", "tiles, and so sums, depend on the batch", CPU + "plan.h",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from chains_table import BY_NAME, CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
+from cuda_conv import forget
 from fusedconv import _C, _conv, _register
 from helpers import GRADIENT_BOUNDS, SIZES, exact_eager, failure, new_process, profile, same_bits
 
@@ -27,8 +28,11 @@ Run = Callable[[Tensor, Own], Tensor]
 
 
 @pytest.fixture(autouse=True)
-def _kernels_on_small_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels_on_small_maps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_register, "_LEAST_PIXELS", 1)
+    forget()
+    yield
+    forget()
 
 
 def gradients(run: Run, v: Tensor, own: Own, direction: Tensor) -> dict[str, Tensor]:
@@ -310,19 +314,25 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chain: list[set[str]] = []
         self.conv: list[list[bool]] = []
-        kernel, conv_backward = _C.backward_on_cpu, _conv.convolution_backward
+        conv_backward, chain = _conv.convolution_backward, self.chain
 
-        def run_chain(*args: Any) -> None:
-            asked = {name for name, _, _, gradient in args[5] if gradient}
-            self.chain.append(asked | ({"v"} if args[7] else set()))
-            kernel(*args)
+        class Backward(_C.Backward):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                *_, gradients, wants_v = args
+                self.asked = {*gradients, "v"} if wants_v else {*gradients}
+
+            def on_cpu(self, *args: Any) -> None:
+                chain.append(self.asked)
+                super().on_cpu(*args)
 
         def run_conv(*args: Any, mask: Any, **options: Any) -> Any:
             self.conv.append(list(mask))
             return conv_backward(*args, mask=mask, **options)
 
-        monkeypatch.setattr(_C, "backward_on_cpu", run_chain)
+        monkeypatch.setattr(_C, "Backward", Backward)
         monkeypatch.setattr(_register, "convolution_backward", run_conv)
+        forget()
 
 
 @conv_rows
@@ -394,13 +404,7 @@ def test_a_freed_tensor_is_an_error_in_backward_too(row: Row) -> None:
 
 def test_what_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps of few pixels, and bounds that the kernel takes for none: NaN passes them in one way and not in the other."""
-    kernel, calls = _C.backward_on_cpu, []
-
-    def count(*args: Any) -> None:
-        calls.append(args)
-        kernel(*args)
-
-    monkeypatch.setattr(_C, "backward_on_cpu", count)
+    calls = Calls(monkeypatch).chain
     monkeypatch.setattr(_register, "_LEAST_PIXELS", 256)
     row = BY_NAME["group_norm_scale_max_pool_clamp"]
     for size, bounds, expected in (

@@ -3,6 +3,7 @@
 #pragma once
 
 #define FUSEDCONV_FOR_EACH_CHAIN(X)  \
+  X(identity)                        \
   X(relu_hardswish)                  \
   X(bias_scale_sigmoid)              \
   X(bias_scale_sigmoid_group_norm)   \

@@ -41,22 +41,45 @@ class Launch:
     def on_cuda(self, pointers: Sequence[int], output: int, workspace: int, stream: int, /) -> None:
         """On the device that it was prepared for. ``workspace``: memory at a multiple of 256, or 0 if it wants none."""
 
-def backward_on_cpu(
-    chain: str,
-    v_form: Form,
-    v: int,
-    grad: int,
-    numbers: Numbers,
-    parameters: Sequence[tuple[str, int, int, int]],
-    grad_v: int,
-    wants_v: bool,
-    threads: int,
-    /,
-) -> None:
-    """Gradients of a chain on ``v``, none of whose sizes is 0. All tensors are contiguous. ``grad``, ``grad_v`` and the
-    gradients of the parameters, of C elements each, have ``v``'s dtype: float32 or float64. ``grad_v`` is overwritten
-    whether it is wanted or not; where nothing is reduced it may be ``v``. ``parameters``: names, dtype codes, pointers,
-    and pointers to the gradients, 0 where they are not wanted."""
+class Backward:
+    """A chain's backward, prepared once in the same way. v, the chain's input, is contiguous, and so is the gradient of
+    the output. None of v's sizes is 0."""
+
+    def __init__(
+        self,
+        chain: str,
+        tensors: Sequence[tuple[str, int]],
+        v: Form,
+        conv: tuple[Form, Conv] | None,
+        numbers: Numbers,
+        grad_v: int,
+        gradients: Sequence[str],
+        wants_v: bool,
+        /,
+    ) -> None:
+        """``tensors``: as for a launch; "grad" is the gradient of the output, and "input" is v.
+
+        ``conv``: the form of "input", contiguous, and the conv; then v has no memory, but is computed again. ``grad_v``:
+        the dtype code of v's gradient. ``gradients``: names of the tensors whose gradients are wanted. A parameter's has
+        C elements; it is in float64 where v is, else in float32, and so is the weight's."""
+
+    def on_cpu(self, pointers: Sequence[int], gradients: Sequence[int], grad_v: int, threads: int, /) -> None:
+        """For float32 or float64, which all of v and the gradients have. ``gradients``: pointers, in the order of the
+        names. ``grad_v`` is overwritten whether v's gradient is wanted or not; where nothing is reduced it may be v."""
+
+    def prepare_cuda(self, device: int, /) -> tuple[int, str]:
+        """As a launch's. -1: only the chain's part runs here, on a v that is given."""
+
+    def on_cuda(
+        self,
+        pointers: Sequence[int],
+        gradients: Sequence[int],
+        grad_v: int,
+        workspace: int,
+        stream: int,
+        /,
+    ) -> None:
+        """As ``on_cpu``; ``grad_v`` is 0 where there is a conv."""
 
 def cuda_chains() -> tuple[str, ...]: ...
 def cuda_status(device: int, /) -> str: ...

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -31,8 +31,8 @@ _CUDA_CHAINS = frozenset(_C.cuda_chains())
 
 # What the kernels take, by the names of an operator's arguments.
 _OF_CONV = ("weight", "conv_bias")
-_VECTORS = ("conv_bias", "bias", "scale", "norm_weight", "norm_bias")  # a value a channel
-_TENSORS = ("input", "weight", *_VECTORS)
+VECTORS = ("conv_bias", "bias", "scale", "norm_weight", "norm_bias")  # a value a channel
+_TENSORS = ("input", "weight", *VECTORS)
 _NUMBERS: dict[str, Any] = {  # in the order of _C.Numbers, with what stands for none
     "num_groups": 0,
     "eps": 0.0,
@@ -42,8 +42,12 @@ _NUMBERS: dict[str, Any] = {  # in the order of _C.Numbers, with what stands for
 }
 
 
-def _form(tensor: Tensor) -> _C.Form:
-    return _CODES[tensor.dtype], tensor.shape, tensor.stride()
+def code(tensor: Tensor) -> int:
+    return _CODES[tensor.dtype]
+
+
+def form(tensor: Tensor) -> _C.Form:
+    return code(tensor), tensor.shape, tensor.stride()
 
 
 # Products for one value of a conv's output. Up to so many our own conv is the faster one with its chain; beyond, the conv
@@ -67,7 +71,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _channels(args: Sequence[Any], conv: bool) -> int:
+def channels_of(args: Sequence[Any], conv: bool) -> int:
     """Of the conv's output. ``conv``: whether the arguments have its input, or else that output."""
     return int(args[1].shape[0] if conv else args[0].shape[1])
 
@@ -77,25 +81,18 @@ def _by_setting(runs: Mapping[str, Run]) -> Run:
     return lambda args: runs[get_float32_precision()](args)
 
 
-def _vector(parameter: Tensor, channels: int) -> Tensor:
+def as_vector(parameter: Tensor, channels: int) -> Tensor:
     """A value a channel, contiguous."""
     return parameter.reshape(-1).expand(channels).contiguous()
 
 
-def _as_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient of a parameter from that of its vector."""
-    if parameter.numel() == 1:
-        gradient = gradient.sum()
-    return gradient.to(parameter.dtype).view(parameter.shape)
-
-
-def _freed(name: str) -> NoReturn:
+def fail_as_freed(name: str) -> NoReturn:
     """No pointer to a tensor that has elements."""
     raise RuntimeError(f"{name} has no memory: its storage was freed")
 
 
 Run = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, launches, gives the output
-Start = Callable[[list[int], int], None]  # takes the tensors' pointers, and the output's
+Start = Callable[..., None]  # takes pointers, in the order of the launch's ``on_cpu`` and ``on_cuda``
 
 
 @dataclass(frozen=True)
@@ -107,20 +104,22 @@ class ConvPlan:
     workspace_bytes: int = 0
 
 
-def _on_cpu(launch: _C.Launch) -> Start:
-    return lambda pointers, output: launch.on_cpu(pointers, output, torch.get_num_threads())
+def on_cpu(launch: _C.Launch | _C.Backward) -> Start:
+    run: Start = launch.on_cpu
+    return lambda *pointers: run(*pointers, torch.get_num_threads())
 
 
-def _on_cuda(launch: _C.Launch, device: int, workspace_bytes: int) -> Start:
+def on_cuda(launch: _C.Launch | _C.Backward, device: int, workspace_bytes: int) -> Start:
+    run: Start = launch.on_cuda
     current_stream = torch._C._cuda_getCurrentRawStream
     if not workspace_bytes:
-        return lambda pointers, output: launch.on_cuda(pointers, output, 0, current_stream(device))
+        return lambda *pointers: run(*pointers, 0, current_stream(device))
     empty = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
 
-    def start(pointers: list[int], output: int) -> None:
+    def start(*pointers: Any) -> None:
         # Freed on return: only later work of this stream gets it.
         workspace = empty.new_empty(workspace_bytes)
-        launch.on_cuda(pointers, output, workspace.data_ptr(), current_stream(device))
+        run(*pointers, workspace.data_ptr(), current_stream(device))
 
     return start
 
@@ -134,37 +133,37 @@ class Launcher:
     """
 
     def __init__(self, chain: Chain, names: Sequence[str], has_conv: bool) -> None:
-        self._chain = chain.name
-        self._has_conv = has_conv
-        self._names = names
-        self._stores = not chain.reduces_channels and "pool_size" not in names
+        self.chain = chain.name
+        self.has_conv = has_conv
+        self.names = names
+        self.stores = not chain.reduces_channels and "pool_size" not in names
 
     def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: Run, precision: str | None) -> Run:
         """Our own conv, or PyTorch's and then the chain."""
-        if self._has_conv:
+        if self.has_conv:
             plan = self.plan_cpu(args, output)
-            self._tell(args, plan)
+            self.tell(args, plan.words)
             if plan.launch is not None:
-                return self._prepare(plan.launch, args, output, _on_cpu(plan.launch))
-        return self._two_steps(args, output, source, _on_cpu)
+                return self.prepare(plan.launch, args, output, on_cpu(plan.launch))
+        return self._two_steps(args, output, source, on_cpu)
 
     def prepare_cuda(self, args: Sequence[Any], output: Tensor, source: Run, precision: str | None) -> Run:
         """Our own conv, or PyTorch's and then the chain."""
         device = args[0].get_device()
 
         def on_device(launch: _C.Launch) -> Start:
-            return _on_cuda(launch, device, launch.prepare_cuda(device)[0])
+            return on_cuda(launch, device, launch.prepare_cuda(device)[0])
 
         def prepare(precision: str) -> Run:
-            if self._has_conv:
+            if self.has_conv:
                 plan = self.plan_cuda(args, output, device, precision)
-                self._tell(args, plan, precision)
+                self.tell(args, plan.words, precision)
                 if plan.launch is not None:
-                    start = _on_cuda(plan.launch, device, plan.workspace_bytes)
-                    return self._prepare(plan.launch, args, output, start)
+                    start = on_cuda(plan.launch, device, plan.workspace_bytes)
+                    return self.prepare(plan.launch, args, output, start)
             return self._two_steps(args, output, source, on_device)
 
-        if not self._has_conv or args[0].dtype is not torch.float32 or precision is not None:
+        if not self.has_conv or args[0].dtype is not torch.float32 or precision is not None:
             return prepare(precision or "default")
         return _by_setting({name: prepare(name) for name in ("default", "ieee", "tf32")})
 
@@ -172,27 +171,29 @@ class Launcher:
         words = _words_on_cpu(args[0], args[1], groups=args[-1])
         if not words.startswith("direct"):
             return ConvPlan(words, None)
-        return ConvPlan(words, self._launch(args, output, self._numbers(args), self._conv(args, tf32=False)))
+        return ConvPlan(words, self._launch(args, output, self.numbers(args), self.conv(args, tf32=False)))
 
     def plan_cuda(self, args: Sequence[Any], output: Tensor, device: int, precision: str) -> ConvPlan:
         if args[-1] != 1:
             return ConvPlan("two-step, groups", None)
-        launch = self._launch(args, output, self._numbers(args), self._conv(args, tf32=precision == "tf32"))
+        launch = self._launch(args, output, self.numbers(args), self.conv(args, tf32=precision == "tf32"))
         workspace_bytes, words = launch.prepare_cuda(device)
         return ConvPlan(words, launch, workspace_bytes) if workspace_bytes >= 0 else ConvPlan(words, None)
 
     def chain_workspace(self, args: Sequence[Any], output: Tensor, device: int) -> int:
         """Bytes that a run of the chain on ``args[0]``, the conv's output, wants on a CUDA device."""
-        return self._launch(args, output, self._numbers(args)).prepare_cuda(device)[0]
+        return self._launch(args, output, self.numbers(args)).prepare_cuda(device)[0]
 
-    def _tell(self, args: Sequence[Any], plan: ConvPlan, *precision: str) -> None:
-        form = " ".join([str(list(args[0].shape)), _name(args[0].dtype), *precision])
-        _log.debug("conv2d_%s %s: %s", self._chain, form, plan.words)
+    def tell(self, args: Sequence[Any], words: str, *precision: str, backward: bool = False) -> None:
+        """Who runs the conv, in the debug log."""
+        name = f"conv2d_{self.chain} backward" if backward else f"conv2d_{self.chain}"
+        call = " ".join([name, str(list(args[0].shape)), _name(args[0].dtype), *precision])
+        _log.debug("%s: %s", call, words)
 
     def _two_steps(
         self, args: Sequence[Any], output: Tensor, source: Run, on_device: Callable[[_C.Launch], Start]
     ) -> Run:
-        numbers = self._numbers(args)
+        numbers = self.numbers(args)
         prepared: dict[tuple[int, ...], Run] = {}
 
         def run(args: Sequence[Any]) -> Tensor:
@@ -205,47 +206,47 @@ class Launcher:
 
         def prepare(args: Sequence[Any]) -> Run:
             launch = self._launch(args, output, numbers)
-            return self._prepare(launch, args, output, on_device(launch), conv=False)
+            return self.prepare(launch, args, output, on_device(launch), conv=False)
 
-        return run if self._has_conv else prepare(args)  # v is the input
+        return run if self.has_conv else prepare(args)  # v is the input
 
-    def _conv(self, args: Sequence[Any], tf32: bool) -> _C.Conv:
+    def conv(self, args: Sequence[Any], tf32: bool) -> _C.Conv:
         stride, padding, dilation, _ = args[GEOMETRY]
-        return _form(args[1]), stride, padding, dilation, tf32
+        return form(args[1]), stride, padding, dilation, tf32
 
-    def _numbers(self, args: Sequence[Any]) -> _C.Numbers:
-        given = {name: a for name, a in zip(self._names, args, strict=True) if a is not None}
+    def numbers(self, args: Sequence[Any]) -> _C.Numbers:
+        given = {name: a for name, a in zip(self.names, args, strict=True) if a is not None}
         num_groups, eps, pool, low, high = (given.get(name, absent) for name, absent in _NUMBERS.items())
         return num_groups, eps, tuple(pool), low, high
 
-    def _places(self, args: Sequence[Any], conv: bool) -> dict[str, int]:
+    def places(self, args: Sequence[Any], conv: bool) -> dict[str, int]:
         """Where the tensors that a launch reads stand among the arguments."""
-        place = {name: i for i, (name, a) in enumerate(zip(self._names, args, strict=False)) if a is not None}
+        place = {name: i for i, (name, a) in enumerate(zip(self.names, args, strict=False)) if a is not None}
         return {name: place[name] for name in _TENSORS if name in place and (conv or name not in _OF_CONV)}
 
     def unready(self, args: Sequence[Any], conv: bool) -> list[int]:
         """Where the vectors stand that each run copies first: kernels take a contiguous value a channel."""
-        channels = _channels(args, conv)
+        channels = channels_of(args, conv)
 
         def is_ready(vector: Tensor) -> bool:
             return vector.numel() == channels and vector.is_contiguous()
 
-        places = self._places(args, conv)
-        return [i for name, i in places.items() if name in _VECTORS and not is_ready(args[i])]
+        places = self.places(args, conv)
+        return [i for name, i in places.items() if name in VECTORS and not is_ready(args[i])]
 
     def _launch(
         self, args: Sequence[Any], output: Tensor, numbers: _C.Numbers, conv: _C.Conv | None = None
     ) -> _C.Launch:
         """Without ``conv`` the first argument is the conv's output."""
-        places = self._places(args, conv is not None)
-        tensors = [(name, _CODES[args[i].dtype]) for name, i in places.items()]
-        return _C.Launch(self._chain, tensors, _form(args[0]), conv, numbers, _form(output))
+        places = self.places(args, conv is not None)
+        tensors = [(name, code(args[i])) for name, i in places.items()]
+        return _C.Launch(self.chain, tensors, form(args[0]), conv, numbers, form(output))
 
-    def _prepare(
+    def prepare(
         self, launch: _C.Launch, args: Sequence[Any], output: Tensor, start: Start, conv: bool = True
     ) -> Run:
         """One launch and its output. ``conv``: whether the launch has one."""
-        place = self._places(args, conv)
+        place = self.places(args, conv)
         names, places = list(place), list(place.values())
         size, stride, has_elements = output.shape, output.stride(), output.numel() > 0
         # A new one like this is quicker than one of a named dtype and device.
@@ -256,52 +257,24 @@ class Launcher:
             if has_elements:
                 pointers = [args[i].data_ptr() for i in places]
                 if not all(pointers):  # to a kernel 0 would mean that the argument is absent
-                    _freed(names[pointers.index(0)])
+                    fail_as_freed(names[pointers.index(0)])
                 start(pointers, output.data_ptr())
             return output
 
-        unready, channels = self.unready(args, conv), _channels(args, conv)
+        unready, channels = self.unready(args, conv), channels_of(args, conv)
 
         def make_ready_and_run(args: Sequence[Any]) -> Tensor:
             args = list(args)
             for i in unready:
-                args[i].data_ptr() or _freed(self._names[i])
-                args[i] = _vector(args[i], channels)
+                args[i].data_ptr() or fail_as_freed(self.names[i])
+                args[i] = as_vector(args[i], channels)
             return run(args)
 
         return make_ready_and_run if unready else run
 
-    def backward_cpu(
-        self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Collection[int], wants_v: bool
-    ) -> tuple[dict[int, Tensor], Tensor]:
-        """The chain's gradients on the CPU, in float32 or float64: by their places those of the parameters that are
-        ``wanted``, and the contiguous one of ``v``, which has a meaning only if ``wants_v``."""
-        places = {name: i for name, i in self._places(args, conv=False).items() if name in _VECTORS}
-        tensors = {"input": v, "grad": grad, **{name: args[i] for name, i in places.items()}}
-        for name, tensor in tensors.items():
-            tensor.data_ptr() or _freed(name)
-        v, grad = v.contiguous(), grad.contiguous()
-        channels = v.shape[1]
-        # A conv's output is ours: without a reduction its gradient takes its place, which saves fresh memory.
-        grad_v = v if self._has_conv and self._stores else torch.empty_like(v)
-        vectors = {name: _vector(args[i], channels) for name, i in places.items()}
-        found = {name: v.new_empty(channels) for name, i in places.items() if i in wanted}
-        parameters = [
-            (name, _CODES[vector.dtype], vector.data_ptr(), found[name].data_ptr() if name in found else 0)
-            for name, vector in vectors.items()
-        ]
-        _C.backward_on_cpu(
-            self._chain, _form(v), v.data_ptr(), grad.data_ptr(), self._numbers(args), parameters,
-            grad_v.data_ptr(), wants_v, torch.get_num_threads(),
-        )  # fmt: skip
-        gradients = {
-            places[name]: _as_parameter(gradient, args[places[name]]) for name, gradient in found.items()
-        }
-        return gradients, grad_v
-
     def has_cuda(self, device: int) -> bool:
         """Whether a kernel of this build can run on this device. Warns once if the build is why not."""
-        return _cuda_is_usable(device) and self._chain in _CUDA_CHAINS
+        return _cuda_is_usable(device) and self.chain in _CUDA_CHAINS
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isinf, isnan
 from typing import Any
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from ._conv import GEOMETRY, OWN, TENSORS, convolution, convolution_backward
 from ._launch import Launcher, Run
+from ._launch_backward import BackwardLauncher, ChainBackward, Gradients, Wanted
 from .chains import (
     CHAINS,
     CHECKS,
@@ -61,10 +62,10 @@ Function = Callable[..., Any]
 Look = tuple[Shape, torch.dtype, torch.memory_format]  # what an output looks like
 # Gradients of a function's leaves, from the one of its result.
 Pullback = Callable[[Function, Sequence[Tensor], Tensor], Sequence[Tensor]]
-# From v, the output's gradient and the arguments: gradients of those parameters whose places are wanted, and of v.
-ChainBackward = Callable[
-    [Tensor, Tensor, Sequence[Any], Collection[int], bool], tuple[dict[int, Tensor], Tensor]
-]
+# Computes v: from the arguments, and the precision.
+Source = Callable[[Sequence[Any], str | None], Tensor]
+# Backward's gradients: from the output's gradient, the arguments, and the precision.
+Find = Callable[[Tensor, Sequence[Any], str | None], Gradients]
 
 
 def _define(schema: str) -> Any:
@@ -203,10 +204,7 @@ class Operator:
         output = self.example(args, **options)
         precision = options.get("precision")
         run: Run = make_run(args, output, lambda args: self.source(self.complete(args), precision), precision)
-        if not any(isinstance(a, float) and isnan(a) for a in signature):  # NaN would never be found again
-            if len(self.prepared) >= _MOST_PREPARED:
-                self.prepared.clear()
-            self.prepared[signature] = run
+        _remember(self.prepared, signature, run)
         return run
 
     def example(self, args: Sequence[Any], **options: Any) -> Tensor:
@@ -320,11 +318,17 @@ _LEAST_PIXELS = 256
 _MOST_ROWS = 2**24  # a pool counts a window's rows in float32
 
 
-def _has_backward_on_cpu(v: Tensor, args: Sequence[Any]) -> bool:
-    """Whether the kernel serves, and is the faster way. It takes infinite bounds of a clamp for none."""
-    if v.dtype not in (torch.float32, torch.float64) or any(isinstance(a, float) and isinf(a) for a in args):
+def _has_kernels(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
+    """Whether kernels serve. They take infinite bounds of a clamp for none, and know no dtype but the output's."""
+    return grad.dtype in (v.dtype, torch.float32) and not any(isinstance(a, float) and isinf(a) for a in args)
+
+
+def _has_kernels_on_cpu(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
+    """Whether they serve on the CPU too, and are the faster way."""
+    if grad.dtype is not v.dtype or v.dtype not in (torch.float32, torch.float64):
         return False
-    return v.shape[2] * v.shape[3] >= _LEAST_PIXELS and v.shape[2] < _MOST_ROWS
+    pixels = v.shape[2] * v.shape[3]
+    return _has_kernels(v, grad, args) and pixels >= _LEAST_PIXELS and v.shape[2] < _MOST_ROWS
 
 
 class Backward:
@@ -332,13 +336,16 @@ class Backward:
 
     It is like ``torch.empty_like(argument)``, or has no elements where the mask, with an entry for each, does
     not ask for it: Inductor takes no undefined tensors, ``is_grads_batched`` no list of those wanted.
-    PyTorch's conv computes v again. The chain's part is a kernel's on the CPU, in float32 and float64;
-    elsewhere, and for double backward, it is the reference's.
+    v is computed again. On CUDA all of it is ours where the conv's kernels serve. Elsewhere PyTorch has the conv's
+    part, and a kernel the chain's: on the CPU in float32 and float64. On other devices, and for double backward, the
+    chain's part is the reference's.
     """
 
     def __init__(self, operator: Operator, schema: str) -> None:
         self.operator = operator
         self.first_own = len(operator.conv_tensors) or 1
+        self.launcher = BackwardLauncher(operator.launcher)
+        self.prepared: dict[tuple[Any, ...], Find] = {}
         name = f"_{operator.name}_backward"
         required = re.sub("=[^,]*", "", schema)
         returns = ", ".join(["Tensor"] * len(operator.tensors))
@@ -353,6 +360,7 @@ class Backward:
             autograd=self.autograd,
             fake=self.fake,
             CPU=self.cpu,
+            CUDA=self.cuda,
             CompositeExplicitAutograd=self.plain,
         )
 
@@ -383,77 +391,131 @@ class Backward:
             gradients: Sequence[Tensor] = torch.func.vjp(function, *leaves)[1](grad)
             return gradients
 
-        return _returns(self.gradients(self.by_reference(pullback, grad.dtype), grad, args, precision))
+        chain_backward = self.by_reference(pullback, grad.dtype, self.wanted(args[-1]))
+        found = self.step_by_step(self.operator.source, chain_backward, grad, args, precision)
+        return _returns([found[i] if i in found else grad.new_empty(0) for i in self.operator.tensors])
 
     def cpu(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        reference = self.by_reference(_recorded_pullback, grad.dtype)
+        return self.run(partial(self.by_kernels, self.prepare_cpu), grad, args, precision)
 
-        def chain_backward(v: Tensor, *rest: Any) -> tuple[dict[int, Tensor], Tensor]:
-            kernel = self.operator.launcher.backward_cpu
-            return (kernel if _has_backward_on_cpu(v, args) else reference)(v, *rest)
-
-        return self.run(chain_backward, grad, args, precision)
+    def cuda(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
+        device = grad.get_device()  # -1 where only another argument is on CUDA
+        if device < 0 or not self.operator.launcher.has_cuda(device):
+            return self.plain(grad, *args, precision=precision)
+        precision = precision or get_float32_precision()
+        return self.run(partial(self.by_kernels, self.prepare_cuda), grad, args, precision)
 
     def plain(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        return self.run(self.by_reference(_recorded_pullback, grad.dtype), grad, args, precision)
+        chain_backward = self.by_reference(_recorded_pullback, grad.dtype, self.wanted(args[-1]))
+        find = partial(self.step_by_step, self.operator.source, chain_backward)
+        return self.run(find, grad, args, precision)
 
-    def run(
-        self, chain_backward: ChainBackward, grad: Tensor, args: Sequence[Any], precision: str | None
-    ) -> Any:
-        wanted = self.wanted(args)
+    def run(self, find: Find, grad: Tensor, args: Sequence[Any], precision: str | None) -> Any:
+        asked = self.asked(args)
         if grad.numel() == 0:
-            return _returns([grad.new_empty(0) if a is None else torch.zeros_like(a) for a in wanted])
-        gradients = self.gradients(chain_backward, grad, args, precision)
+            return _returns([grad.new_empty(0) if a is None else torch.zeros_like(a) for a in asked])
+        found = find(grad, args, precision) if any(args[-1]) else {}
         taken = {grad.data_ptr()}
-        return _returns([_result(a, gradient, taken) for a, gradient in zip(wanted, gradients, strict=True)])
+        return _returns(
+            [
+                grad.new_empty(0) if a is None else _result(a, found[i], taken)
+                for i, a in zip(self.operator.tensors, asked, strict=True)
+            ]
+        )
 
     def fake(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        return _returns([grad.new_empty(0) if a is None else torch.empty_like(a) for a in self.wanted(args)])
+        return _returns([grad.new_empty(0) if a is None else torch.empty_like(a) for a in self.asked(args)])
 
-    def wanted(self, args: Sequence[Any]) -> list[Tensor | None]:
+    def asked(self, args: Sequence[Any]) -> list[Tensor | None]:
         """The tensor arguments, None where the mask does not ask for the gradient."""
         return [args[i] if wants else None for i, wants in zip(self.operator.tensors, args[-1], strict=True)]
 
-    def by_reference(self, pullback: Pullback, dtype: torch.dtype) -> ChainBackward:
+    def wanted(self, mask: Sequence[bool]) -> Wanted:
+        places = [i for i, wants in zip(self.operator.tensors, mask, strict=True) if wants]
+        return Wanted([i for i in places if i < self.first_own], [i for i in places if i >= self.first_own])
+
+    def by_kernels(
+        self, prepare: Function, grad: Tensor, args: Sequence[Any], precision: str | None
+    ) -> Gradients:
+        *given, mask = args
+        signature = (
+            *self.operator.signature(given, {"precision": precision}), *mask, grad.shape, grad.dtype, grad.device,
+            *[a.device for a in given if isinstance(a, Tensor)],
+        )  # fmt: skip
+        find = self.prepared.get(signature)
+        if find is None:
+            shape, *_ = self.operator.look(given)
+            if grad.shape != shape or grad.device != given[0].device:
+                raise RuntimeError(f"grad must have shape {list(shape)}, but has shape {list(grad.shape)}")
+            find = prepare(grad, given, self.wanted(mask), precision)
+            _remember(self.prepared, signature, find)
+        return find(grad, args, precision)
+
+    def prepare_cpu(self, grad: Tensor, args: Sequence[Any], wanted: Wanted, precision: str | None) -> Find:
+        v = self.example(args)
+        conv = self.launcher.conv_on_cpu(args, v) if self.operator.has_conv else None
+        source = self.operator.source if conv is None else _whatever_precision(conv)
+        if _has_kernels_on_cpu(v, grad, args):
+            return partial(self.step_by_step, source, self.launcher.chain_on_cpu(v, grad, args, wanted))
+        return partial(self.step_by_step, source, self.by_reference(_recorded_pullback, grad.dtype, wanted))
+
+    def prepare_cuda(self, grad: Tensor, args: Sequence[Any], wanted: Wanted, precision: str) -> Find:
+        v, chain_backward = self.example(args), None
+        if _has_kernels(v, grad, args):
+            if self.operator.has_conv:
+                whole = self.launcher.all_on_cuda(v, grad, args, wanted, precision)
+                if whole is not None:
+                    return _whatever_precision(whole)
+            chain_backward = self.launcher.chain_on_cuda(v, grad, args, wanted)
+        if chain_backward is None:
+            chain_backward = self.by_reference(_recorded_pullback, grad.dtype, wanted)
+        return partial(self.step_by_step, self.operator.source, chain_backward)
+
+    def example(self, args: Sequence[Any]) -> Tensor:
+        """v without memory, contiguous."""
+        shape = check_conv(*args[TENSORS], *args[GEOMETRY]) if self.operator.has_conv else args[0].shape
+        return torch.empty(shape, dtype=args[0].dtype, device="meta")
+
+    def by_reference(self, pullback: Pullback, dtype: torch.dtype, wanted: Wanted) -> ChainBackward:
         """The chain's vector-Jacobian product, in PyTorch's own operators."""
 
-        def chain_backward(
-            v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Collection[int], wants_v: bool
-        ) -> tuple[dict[int, Tensor], Tensor]:
+        def chain_backward(v: Tensor, grad: Tensor, args: Sequence[Any]) -> tuple[Gradients, Tensor]:
             def chain(*leaves: Tensor) -> Tensor:
                 values = list(args)
-                for i, leaf in zip(wanted, leaves, strict=False):
+                for i, leaf in zip(wanted.own, leaves, strict=False):
                     values[i] = leaf
-                return self.operator.after_conv(leaves[-1] if wants_v else v, values, dtype)
+                return self.operator.after_conv(leaves[-1] if wanted.through_v else v, values, dtype)
 
-            found = pullback(chain, [args[i] for i in wanted] + ([v] if wants_v else []), grad)
-            return dict(zip(wanted, found, strict=False)), found[-1]
+            found = pullback(chain, [args[i] for i in wanted.own] + ([v] if wanted.through_v else []), grad)
+            return dict(zip(wanted.own, found, strict=False)), found[-1]
 
         return chain_backward
 
-    def gradients(
-        self, chain_backward: ChainBackward, grad: Tensor, args: Sequence[Any], precision: str | None
-    ) -> list[Tensor]:
-        """The chain's vector-Jacobian product, then the conv's."""
-        operator = self.operator
+    def step_by_step(
+        self,
+        source: Source,
+        chain_backward: ChainBackward,
+        grad: Tensor,
+        args: Sequence[Any],
+        precision: str | None,
+    ) -> Gradients:
+        """v, then the chain's vector-Jacobian product, then the conv's by PyTorch."""
         *args, mask = args
-        wanted = [i for i, wants in zip(operator.tensors, mask, strict=True) if wants]
-        gradients: dict[int, Any] = {}
-        if wanted:
-            own = [i for i in wanted if i >= self.first_own]
-            through_v = len(own) < len(wanted)
-            v = operator.source(args, precision)
-            gradients, grad_v = chain_backward(v, grad, args, own, through_v)
-            del v  # the conv's backward needs its memory
-            if through_v and operator.has_conv:
-                conv_mask = [i in wanted for i in operator.conv_tensors]
-                of_conv = convolution_backward(
-                    grad_v, *args[TENSORS][:2], *args[GEOMETRY], precision=precision, mask=conv_mask
-                )
-                gradients = {**gradients, **dict(enumerate(of_conv))}
-            elif through_v:
-                gradients[0] = grad_v
-        return [gradients[i] if i in wanted else grad.new_empty(0) for i in operator.tensors]
+        wanted = self.wanted(mask)
+        if not wanted.through_v and not wanted.own:
+            return {}
+        v = source(args, precision)
+        gradients, grad_v = chain_backward(v, grad, args)
+        del v  # the conv's backward needs its memory
+        if not wanted.through_v:
+            return gradients
+        if not self.operator.has_conv:
+            return {0: grad_v, **gradients}
+        conv_mask = [i in wanted.through_v for i in self.operator.conv_tensors]
+        of_conv = convolution_backward(
+            grad_v, *args[TENSORS][:2], *args[GEOMETRY], precision=precision, mask=conv_mask
+        )
+        return {**gradients, **{i: g for i, g in enumerate(of_conv) if g is not None}}
 
 
 # ---- helpers ----
@@ -492,14 +554,25 @@ def _is_channels_last(input: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def _result(argument: Tensor | None, gradient: Tensor, taken: set[int]) -> Tensor:
+def _result(argument: Tensor, gradient: Tensor, taken: set[int]) -> Tensor:
     """The gradient laid out as the fake operator says, in memory of its own."""
-    if argument is None:
-        return gradient
     if gradient.stride() != argument.stride() or gradient.data_ptr() in taken:
         gradient = torch.empty_like(argument).copy_(gradient)
     taken.add(gradient.data_ptr())
     return gradient
+
+
+def _remember(prepared: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], run: Function) -> None:
+    if any(isinstance(a, float) and isnan(a) for a in signature):  # NaN would never be found again
+        return
+    if len(prepared) >= _MOST_PREPARED:
+        prepared.clear()
+    prepared[signature] = run
+
+
+def _whatever_precision(call: Function) -> Function:
+    """The last argument is dropped: what was prepared knows its precision, or has but one."""
+    return lambda *args: call(*args[:-1])
 
 
 def _returns(results: Sequence[Any]) -> Any:

@@ -136,6 +136,10 @@ CHAINS = (
 )
 
 
+IDENTITY = Chain("identity", "", lambda v: v)
+"""A conv by itself. It gives no operator: backward computes v again by it."""
+
+
 def as_pair(size: Pair) -> tuple[int, ...]:
     """An int, or a sequence of one, stands for both. The checks refuse other lengths than two."""
     if type(size) is tuple and len(size) == 2:  # the usual case, in every call of a module

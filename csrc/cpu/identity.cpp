@@ -1,0 +1,3 @@
+#include "run_chain.h"
+
+FUSEDCONV_CPU_CHAIN(identity, Identity)

@@ -1,0 +1,3 @@
+#include "run_chain.cuh"
+
+FUSEDCONV_CUDA_CHAIN(identity, Identity)

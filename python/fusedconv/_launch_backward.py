@@ -1,0 +1,189 @@
+"""The same for backward: from its arguments to the kernels of ``_C``, prepared once for each signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C
+from ._conv import GEOMETRY, TENSORS
+from ._launch import (
+    VECTORS,
+    Launcher,
+    Run,
+    Start,
+    as_vector,
+    channels_of,
+    code,
+    fail_as_freed,
+    form,
+    on_cpu,
+    on_cuda,
+)
+from .chains import IDENTITY
+
+Gradients = dict[int, Tensor]  # by the places of what they belong to among the operator's arguments
+# From v, the output's gradient and the arguments: gradients of the chain's own parameters, and of v.
+ChainBackward = Callable[[Tensor, Tensor, Sequence[Any]], tuple[Gradients, Tensor]]
+
+
+def _like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A parameter's gradient from the kernels' own, which has a value a channel and the compute type."""
+    if parameter.numel() < gradient.numel():
+        gradient = gradient.sum()
+    return gradient.to(parameter.dtype).view(parameter.shape)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Places of the tensors whose gradients are asked for."""
+
+    through_v: Sequence[int]  # those that follow from v's gradient, or v itself
+    own: Sequence[int]  # the chain's own parameters
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A launch for tensors of known forms. Its first argument is v, or a conv's input."""
+
+    names: Sequence[str]
+    places: Sequence[int]  # of what it reads, but the output's gradient
+    unready: Sequence[int]
+    channels: int
+    found: Sequence[tuple[int, Tensor, Sequence[int]]]  # place, an empty tensor, size of each gradient
+    start: Start
+
+    def ready(self, args: Sequence[Any], grad: Tensor) -> tuple[list[Any], Tensor]:
+        """All as the kernels take it: images contiguous, and parameters with a value a channel."""
+        args = list(args)
+        for i in self.places:
+            args[i].data_ptr() or fail_as_freed(self.names[i])
+        grad.data_ptr() or fail_as_freed("grad")
+        for i in self.unready:
+            args[i] = as_vector(args[i], self.channels)
+        args[0] = args[0].contiguous()
+        return args, grad.contiguous()
+
+    def run(self, ready: Sequence[Any], grad: Tensor, grad_v: Tensor | None) -> Gradients:
+        found = {i: empty.new_empty(size) for i, empty, size in self.found}
+        self.start(
+            [*[ready[i].data_ptr() for i in self.places], grad.data_ptr()],
+            [gradient.data_ptr() for gradient in found.values()],
+            0 if grad_v is None else grad_v.data_ptr(),
+        )
+        return found
+
+
+class BackwardLauncher:
+    """Prepares the launches of one operator's backward. ``v`` is an example of the conv's output, without memory."""
+
+    def __init__(self, forward: Launcher) -> None:
+        self._forward = forward
+        names = [*forward.names[TENSORS], *forward.names[GEOMETRY]]
+        self._conv = Launcher(IDENTITY, names, has_conv=True)
+
+    def conv_on_cpu(self, args: Sequence[Any], v: Tensor) -> Run | None:
+        """Computes v again, as forward did; None where PyTorch's conv does."""
+
+        def of_conv(args: Sequence[Any]) -> Sequence[Any]:
+            return *args[TENSORS], *args[GEOMETRY]
+
+        plan = self._conv.plan_cpu(of_conv(args), v)
+        self._forward.tell(args, plan.words, backward=True)
+        if plan.launch is None:
+            return None
+        run = self._conv.prepare(plan.launch, of_conv(args), v, on_cpu(plan.launch))
+        return lambda args: run(of_conv(args))
+
+    def chain_on_cpu(self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted) -> ChainBackward:
+        """The chain's part, in float32 or float64."""
+        launch = self._launch(v, grad, args, wanted)
+        return self._chain(launch, v, grad, args, wanted, on_cpu(launch))
+
+    def chain_on_cuda(
+        self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted
+    ) -> ChainBackward | None:
+        """The chain's part; None where no kernel serves."""
+        device = grad.get_device()
+        launch = self._launch(v, grad, args, wanted)
+        workspace_bytes, _ = launch.prepare_cuda(device)
+        if workspace_bytes < 0:
+            return None
+        return self._chain(launch, v, grad, args, wanted, on_cuda(launch, device, workspace_bytes))
+
+    def all_on_cuda(
+        self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted, precision: str
+    ) -> Callable[[Tensor, Sequence[Any]], Gradients] | None:
+        """The chain's part and the conv's; None where the conv is left to PyTorch."""
+        device = grad.get_device()
+        if args[-1] != 1:
+            self._forward.tell(args, "two-step, groups", precision, backward=True)
+            return None
+        input = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")  # as if contiguous
+        conv = form(input), self._forward.conv(args, tf32=precision == "tf32")
+        compute = torch.float64 if v.dtype is torch.float64 else torch.float32
+        launch = self._launch(v.to(compute), grad, args, wanted, conv)
+        workspace_bytes, words = launch.prepare_cuda(device)
+        self._forward.tell(args, words, precision, backward=True)
+        if workspace_bytes < 0:
+            return None
+        start = on_cuda(launch, device, workspace_bytes)
+        prepared = self._prepare(grad, args, [*wanted.through_v, *wanted.own], start, conv=True)
+
+        def run(grad: Tensor, args: Sequence[Any]) -> Gradients:
+            found = prepared.run(*prepared.ready(args, grad), None)
+            return {i: _like_parameter(g, args[i]) if i else g for i, g in found.items()}
+
+        return run
+
+    def _launch(
+        self,
+        v: Tensor,
+        grad: Tensor,
+        args: Sequence[Any],
+        wanted: Wanted,
+        conv: tuple[_C.Form, _C.Conv] | None = None,
+    ) -> _C.Backward:
+        forward = self._forward
+        tensors = [(name, code(args[i])) for name, i in forward.places(args, conv is not None).items()]
+        gradients = [forward.names[i] for i in ([*wanted.through_v, *wanted.own] if conv else wanted.own)]
+        return _C.Backward(
+            forward.chain, [*tensors, ("grad", code(grad))], form(v), conv, forward.numbers(args),
+            code(args[0]), gradients, bool(wanted.through_v),
+        )  # fmt: skip
+
+    def _chain(
+        self, launch: _C.Backward, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted, start: Start
+    ) -> ChainBackward:
+        prepared = self._prepare(grad, (v, *args[1:]), wanted.own, start, conv=False)
+        # A conv's output is ours: without a reduction its gradient takes its place, which saves fresh memory.
+        in_place = self._forward.has_conv and self._forward.stores
+
+        def run(v: Tensor, grad: Tensor, args: Sequence[Any]) -> tuple[Gradients, Tensor]:
+            ready, grad = prepared.ready((v, *args[1:]), grad)
+            v = ready[0]
+            grad_v = v if in_place else torch.empty_like(v)
+            found = prepared.run(ready, grad, grad_v)
+            return {i: _like_parameter(g, args[i]) for i, g in found.items()}, grad_v
+
+        return run
+
+    def _prepare(
+        self, grad: Tensor, args: Sequence[Any], wanted: Sequence[int], start: Start, conv: bool
+    ) -> _Prepared:
+        """``conv``: whether the launch has one."""
+        forward, channels = self._forward, channels_of(args, conv)
+        compute = torch.float64 if args[0].dtype is torch.float64 else torch.float32
+        of_input, of_others = (
+            torch.empty(0, dtype=dtype, device=grad.device) for dtype in (args[0].dtype, compute)
+        )
+        found = [
+            (i, of_others if i else of_input, (channels,) if forward.names[i] in VECTORS else args[i].shape)
+            for i in wanted
+        ]
+        places = list(forward.places(args, conv).values())
+        return _Prepared(forward.names, places, forward.unready(args, conv), channels, found, start)
