@@ -1,6 +1,7 @@
 // What a chain's file has to say: one line that names it and its composition.
 #pragma once
 
+#include "conv_backward.cuh"
 #include "conv_chain.cuh"
 #include "kernels.h"
 #include "tensor_chain.cuh"
@@ -33,6 +34,7 @@ struct RunChain {
 
   static cudaError_t load(const Card& card) {
     if (const cudaError_t status = TensorChain<Chain>::load()) return status;
+    if (const cudaError_t status = ChainBackward<Chain, kHasConv>::load(card)) return status;
     if constexpr (kHasConv) return ConvChain<Chain>::load(card);
     return cudaSuccess;
   }
@@ -41,12 +43,13 @@ struct RunChain {
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv
 
-#define FUSEDCONV_CUDA_KERNEL(name, ...)                                           \
-  namespace fusedconv {                                                            \
-  namespace cuda {                                                                 \
-  const Kernel name{RunChain<__VA_ARGS__>::plan, RunChain<__VA_ARGS__>::workspace, \
-                    RunChain<__VA_ARGS__>::launch, RunChain<__VA_ARGS__>::load};   \
-  }                                                                                \
+#define FUSEDCONV_CUDA_KERNEL(name, ...)                                                  \
+  namespace fusedconv {                                                                   \
+  namespace cuda {                                                                        \
+  const Kernel name{RunChain<__VA_ARGS__>::plan,        RunChain<__VA_ARGS__>::workspace, \
+                    RunChain<__VA_ARGS__>::launch,      ChainBackward<__VA_ARGS__>::plan, \
+                    ChainBackward<__VA_ARGS__>::launch, RunChain<__VA_ARGS__>::load};     \
+  }                                                                                       \
   }
 
 #define FUSEDCONV_CUDA_CHAIN(name, Composition) FUSEDCONV_CUDA_KERNEL(name, Composition, true)

@@ -1,0 +1,148 @@
+// Backward of a chain with its conv: computes v again, a few samples at a time, then the chain's gradients
+// and the conv's. So the memory that it takes does not grow with the batch. Reads from top to bottom.
+#pragma once
+
+#include "conv_gradients.h"
+#include "kernels.h"
+#include "tensor_backward.cuh"
+#include "workspace.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Of a step's v: as many samples as fill the card, and little of its memory.
+constexpr int64_t kBackwardStepBytes = int64_t(256) << 20;
+
+// A launch, or, from a null workspace, what memory it would take.
+template <class Chain>
+class ConvBackwardRun {
+ public:
+  ConvBackwardRun(const BackwardProblem& problem, const cuda::BackwardPlan& plan, void* memory,
+                  const cuda::Card& card)
+      : problem_(problem),
+        plan_(plan),
+        card_(card),
+        workspace_(memory),
+        v_(workspace_.take<float>(values_of_step())),
+        grad_v_(is_in_place() ? v_
+                              : workspace_.take<char>(values_of_step() * bytes_of(problem.grad_v_dtype))),
+        conv_workspace_(workspace_.take<char>(
+            cuda::identity.workspace(conv_problem(0, plan.step_samples), plan.conv, card))),
+        chain_(problem, plan.step_samples, workspace_, card),
+        gradients_(problem, plan.step_samples, workspace_.take<char>(0), card) {}
+
+  size_t workspace_bytes() const { return workspace_.bytes() + gradients_.workspace_bytes(); }
+
+  cudaError_t launch(cudaStream_t stream) const {
+    const int64_t samples = problem_.v.size[0];
+    for (int64_t first = 0; first < samples; first += plan_.step_samples) {
+      if (const cudaError_t status =
+              launch_step(first, std::min(plan_.step_samples, samples - first), stream))
+        return status;
+    }
+    if (const cudaError_t status = chain_.launch_parameters(stream)) return status;
+    return gradients_.launch_weight(stream);
+  }
+
+  // The conv of some samples, as a problem of its own. No memory is needed for its plan.
+  Problem conv_problem(int64_t first, int64_t samples) const {
+    Problem conv{problem_.conv->input, &problem_.conv->conv, {}, problem_.v};
+    conv.input.data = static_cast<char*>(conv.input.data) +
+                      first * conv.input.stride[0] * int64_t(bytes_of(conv.input.dtype));
+    conv.output.data = v_;
+    conv.input.size[0] = conv.output.size[0] = samples;
+    return conv;
+  }
+
+ private:
+  cudaError_t launch_step(int64_t first, int64_t samples, cudaStream_t stream) const {
+    if (const cudaError_t status =
+            cuda::identity.launch(conv_problem(first, samples), plan_.conv, conv_workspace_, card_, stream))
+      return status;
+    if (const cudaError_t status = chain_.launch_step(first, samples, v_, grad_v_, stream)) return status;
+    return gradients_.launch_step(first, samples, grad_v_, stream);
+  }
+
+  // Without a reduction v's gradient takes the place of v.
+  bool is_in_place() const { return Chain::Reduce::kStores && problem_.grad_v_dtype == problem_.v.dtype; }
+
+  int64_t values_of_step() const {
+    return element_count(problem_.v) / problem_.v.size[0] * plan_.step_samples;
+  }
+
+  const BackwardProblem& problem_;
+  const cuda::BackwardPlan& plan_;
+  const cuda::Card card_;
+  Workspace workspace_;
+  float* const v_;
+  void* const grad_v_;
+  void* const conv_workspace_;
+  const TensorBackward<Chain> chain_;
+  const cuda::ConvGradients gradients_;
+};
+
+// The same where v is given, whose gradient the caller has memory for.
+template <class Chain>
+class GivenBackwardRun {
+ public:
+  GivenBackwardRun(const BackwardProblem& problem, void* memory, const cuda::Card& card)
+      : problem_(problem), workspace_(memory), chain_(problem, problem.v.size[0], workspace_, card) {}
+
+  size_t workspace_bytes() const { return workspace_.bytes(); }
+
+  cudaError_t launch(cudaStream_t stream) const {
+    if (const cudaError_t status =
+            chain_.launch_step(0, problem_.v.size[0], problem_.v.data, problem_.grad_v, stream))
+      return status;
+    return chain_.launch_parameters(stream);
+  }
+
+ private:
+  const BackwardProblem& problem_;
+  Workspace workspace_;
+  const TensorBackward<Chain> chain_;
+};
+
+template <class Chain, bool kHasConv>
+struct ChainBackward {
+  static cuda::BackwardPlan plan(const BackwardProblem& problem, const cuda::Card& card) {
+    if (element_count(problem.v) == 0) return {true, "nothing to do", {}, 0, 0};
+    if (problem.conv == nullptr)
+      return {true, "", {}, 0, GivenBackwardRun<Chain>(problem, nullptr, card).workspace_bytes()};
+    if constexpr (kHasConv) return plan_with_conv(problem, card);
+    return {false, "two-step, the chain has no conv", {}, 0, 0};
+  }
+
+  static cudaError_t launch(const BackwardProblem& problem, const cuda::BackwardPlan& plan, void* workspace,
+                            const cuda::Card& card, cudaStream_t stream) {
+    if (element_count(problem.v) == 0) return cudaSuccess;
+    if (problem.conv == nullptr) return GivenBackwardRun<Chain>(problem, workspace, card).launch(stream);
+    if constexpr (kHasConv) return ConvBackwardRun<Chain>(problem, plan, workspace, card).launch(stream);
+    return cudaErrorInvalidValue;
+  }
+
+  static cudaError_t load(const cuda::Card& card) {
+    if (const cudaError_t status = TensorBackward<Chain>::load()) return status;
+    return cuda::ConvGradients::load(card);
+  }
+
+ private:
+  static cuda::BackwardPlan plan_with_conv(const BackwardProblem& problem, const cuda::Card& card) {
+    const std::string reason = cuda::reason_against_gradients(problem, card);
+    if (!reason.empty()) return {false, "two-step, " + reason, {}, 0, 0};
+    const Problem conv{problem.conv->input, &problem.conv->conv, {}, problem.v};
+    cuda::BackwardPlan plan{true, "", cuda::identity.plan(conv, card), 0, 0};
+    plan.reason = plan.conv.reason;
+    plan.runs = plan.conv.source != cuda::ConvSource::kNone;
+    if (!plan.runs) return plan;
+    const int64_t samples = problem.v.size[0];
+    const int64_t sample_bytes = element_count(problem.v) / samples * int64_t(sizeof(float));
+    plan.step_samples = std::clamp<int64_t>(kBackwardStepBytes / sample_bytes, 1, samples);
+    plan.reason += ", steps of " + std::to_string(plan.step_samples) + " samples";
+    plan.workspace = ConvBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
+    return plan;
+  }
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
