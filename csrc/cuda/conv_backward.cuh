@@ -24,8 +24,7 @@ class ConvBackwardRun {
         card_(card),
         workspace_(memory),
         v_(workspace_.take<float>(values_of_step())),
-        grad_v_(is_in_place() ? v_
-                              : workspace_.take<char>(values_of_step() * bytes_of(problem.grad_v_dtype))),
+        grad_v_(is_in_place() ? v_ : take_values(problem.grad_v_dtype)),
         conv_workspace_(workspace_.take<char>(
             cuda::identity.workspace(conv_problem(0, plan.step_samples), plan.conv, card))),
         chain_(problem, plan.step_samples, workspace_, card),
@@ -65,6 +64,8 @@ class ConvBackwardRun {
 
   // Without a reduction v's gradient takes the place of v.
   bool is_in_place() const { return Chain::Reduce::kStores && problem_.grad_v_dtype == problem_.v.dtype; }
+
+  void* take_values(DType dtype) { return workspace_.take<char>(values_of_step() * bytes_of(dtype)); }
 
   int64_t values_of_step() const {
     return element_count(problem_.v) / problem_.v.size[0] * plan_.step_samples;
