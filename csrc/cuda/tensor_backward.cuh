@@ -27,7 +27,7 @@ class BackwardRun {
         pixels_(problem.v.size[2] * problem.v.size[3]),
         windows_(kPools ? pooled(0) * pooled(1) : pixels_),
         plane_(slice_planes(pixels_)),
-        window_plane_(slice_planes(windows_)),
+        window_plane_(slice_planes(windows_, kPools ? windows_of_thread() : kThreadValues)),
         writes_(problem.wants_v || wants_any(kOfAll<Chain>)),
         runs_(writes_ || wants_any(kAfterNorm<Chain>)) {
     if (runs_) take_memory(std::min(step_samples, samples_), workspace);
@@ -114,6 +114,11 @@ class BackwardRun {
   // ---- sizes ----
 
   int64_t pooled(int d) const { return problem_.v.size[2 + d] / problem_.arguments.pool[d]; }
+  // As many as have about as many pixels as a thread takes elsewhere.
+  int64_t windows_of_thread() const {
+    const int64_t* window = problem_.arguments.pool;
+    return std::max<int64_t>(kThreadValues / (window[0] * window[1]), 1);
+  }
   int64_t results() const { return kReducesChannels ? pixels_ : channels_ * windows_; }  // of a sample
   int64_t groups() const { return kNeedsStatistics ? problem_.arguments.num_groups : 1; }
 

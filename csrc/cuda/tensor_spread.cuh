@@ -271,7 +271,7 @@ class Spread<Chain, T, MaxPool> {
 template <class Chain, class T>
 class Spread<Chain, T, ChannelLogSumExp> {
  public:
-  static constexpr int kBatch = 2;
+  static constexpr int kBatch = 8 / int(sizeof(T));
   template <int kCount>
   struct Loaded {
     Pack<T, kCount> most;
