@@ -19,13 +19,14 @@ struct PlaneSlices {
   int team;          // threads: a power of two, of whole warps
 };
 
-// Of so many values a thread, or fewer.
-inline PlaneSlices slice_planes(int64_t values, int64_t thread_values = kThreadValues) {
-  const int64_t least = std::max<int64_t>(cuda::divide_up(values, kPlaneThreads * thread_values), 1);
+// Of so many values a thread, or fewer; or of so many lanes a value.
+inline PlaneSlices slice_planes(int64_t values, int64_t thread_values = kThreadValues, int lanes = 1) {
+  const int64_t most = kPlaneThreads / lanes * thread_values;
+  const int64_t least = std::max<int64_t>(cuda::divide_up(values, most), 1);
   const int64_t of_slice =
       std::max<int64_t>(cuda::round_up(cuda::divide_up(values, least), kMostWidth), kMostWidth);
-  const int team = std::max(cuda::power_of_two_from(cuda::divide_up(of_slice, thread_values), kPlaneThreads),
-                            kWarpThreads);
+  const int64_t threads = cuda::divide_up(of_slice, thread_values) * lanes;
+  const int team = std::max(cuda::power_of_two_from(threads, kPlaneThreads), kWarpThreads);
   return {values, std::max<int64_t>(cuda::divide_up(values, of_slice), 1), int(of_slice), team};
 }
 

@@ -27,7 +27,7 @@ class BackwardRun {
         pixels_(problem.v.size[2] * problem.v.size[3]),
         windows_(kPools ? pooled(0) * pooled(1) : pixels_),
         plane_(slice_planes(pixels_)),
-        window_plane_(slice_planes(windows_, kPools ? windows_of_thread() : kThreadValues)),
+        window_plane_(kPools ? slice_windows() : plane_),
         writes_(problem.wants_v || wants_any(kOfAll<Chain>)),
         runs_(writes_ || wants_any(kAfterNorm<Chain>)) {
     if (runs_) take_memory(std::min(step_samples, samples_), workspace);
@@ -114,10 +114,15 @@ class BackwardRun {
   // ---- sizes ----
 
   int64_t pooled(int d) const { return problem_.v.size[2 + d] / problem_.arguments.pool[d]; }
-  // As many as have about as many pixels as a thread takes elsewhere.
-  int64_t windows_of_thread() const {
+  // About as many pixels a thread as elsewhere.
+  int lanes_of_window() const {
     const int64_t* window = problem_.arguments.pool;
-    return std::max<int64_t>(kThreadValues / (window[0] * window[1]), 1);
+    return cuda::power_of_two_from(window[0] * window[1] / kThreadValues, kWarpThreads);
+  }
+  PlaneSlices slice_windows() const {
+    const int64_t* window = problem_.arguments.pool;
+    return slice_planes(windows_, std::max<int64_t>(kThreadValues / (window[0] * window[1]), 1),
+                        lanes_of_window());
   }
   int64_t results() const { return kReducesChannels ? pixels_ : channels_ * windows_; }  // of a sample
   int64_t groups() const { return kNeedsStatistics ? problem_.arguments.num_groups : 1; }
@@ -253,6 +258,7 @@ class BackwardRun {
     pool.window_cols = narrow_size(window[1]);
     pool.pooled_rows = int(pooled(0));
     pool.pooled_cols = int(pooled(1));
+    pool.lanes = lanes_of_window();
     pool.by_cols = cuda::wide_divisor(size[1], pixels_);
     pool.by_pooled_cols = cuda::wide_divisor(std::max<int64_t>(pooled(1), 1), windows_);
     pool.by_window_rows = cuda::divisor(pool.window_rows);

@@ -11,48 +11,71 @@ inline namespace FUSEDCONV_TARGET {
 
 // ---- the tables ----
 
-// The place in the plane of a window's first maximum in the order of its rows, as PyTorch finds it: the last
-// NaN, if there is one.
+// The largest value so far, and its row and column in the plane.
+template <class T>
+struct Maximum {
+  T value;
+  int2 place;
+
+  // The first one in the order of a window's rows, as PyTorch finds it: the last NaN, if there is one.
+  __device__ void add(const Maximum& other) {
+    const bool is_later = other.place.x != place.x ? other.place.x > place.x : other.place.y > place.y;
+    const bool is_nan = value != value;
+    const bool is_better = other.value != other.value
+                               ? !is_nan || is_later
+                               : other.value > value || (other.value == value && !is_later);
+    if (is_better) *this = other;
+  }
+
+  // Those of so many neighbouring lanes, of which all get the result.
+  __device__ void add_lanes(int lanes) {
+    for (int distance = 1; distance < lanes; distance *= 2) {
+      const T other = __shfl_xor_sync(~0u, value, distance);
+      const int row = __shfl_xor_sync(~0u, place.x, distance);
+      const int col = __shfl_xor_sync(~0u, place.y, distance);
+      add({other, make_int2(row, col)});
+    }
+  }
+};
+
+// Of every `lanes`-th value of a window, from a lane's own on. corner: the window's first place.
 template <class Chain, class T>
-__device__ int2 place_of_maximum(const BackwardWork<T>& work, int64_t plane, int2 corner,
-                                 const Channel<T>& channel) {
+__device__ Maximum<T> maximum_of_lane(const BackwardWork<T>& work, int64_t plane, int2 corner, int lane,
+                                      const Channel<T>& channel) {
   constexpr int kAtOnce = 32 / int(sizeof(T));
   const PoolShape& pool = work.pool;
-  int64_t from = plane * work.pixels + int64_t(corner.x) * pool.cols + corner.y;
-  int64_t left = int64_t(pool.window_rows) * pool.window_cols;
-  int next_col = 0;  // to be loaded
-  int row = 0;       // to be compared
-  int col = 0;
-  T most = -T(INFINITY);
-  int2 place = corner;
-  for (; left > 0; left -= kAtOnce) {
-    const int count = int(min(left, int64_t(kAtOnce)));
+  const int rows_of_step = pool.by_window_cols.divide(pool.lanes);
+  const int cols_of_step = pool.lanes - rows_of_step * pool.window_cols;
+  const auto step = [&](int2& place) {
+    place.x += rows_of_step;
+    place.y += cols_of_step;
+    if (place.y >= corner.y + pool.window_cols) {
+      place.y -= pool.window_cols;
+      ++place.x;
+    }
+  };
+  const int first_row = pool.by_window_cols.divide(lane);
+  int2 next = make_int2(corner.x + first_row, corner.y + lane - first_row * pool.window_cols);
+  int2 loaded = next;
+  Maximum<T> most{-T(INFINITY), next};
+  const int end = corner.x + pool.window_rows;
+  while (loaded.x < end) {
     RawPack<T, 1> v[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      if (k >= count) continue;
-      v[k] = load_raw<T, 1>(work.v, from);
-      ++from;
-      if (++next_col == pool.window_cols) {
-        next_col = 0;
-        from += pool.cols - pool.window_cols;
-      }
+      if (loaded.x >= end) continue;
+      v[k] = load_raw<T, 1>(work.v, plane * work.pixels + int64_t(loaded.x) * pool.cols + loaded.y);
+      step(loaded);
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      if (k >= count) continue;
+      if (next.x >= end) continue;
       const T x = Chain::value(values_of(v[k], work.v.dtype).element[0], channel);
-      if (x > most || x != x) {
-        most = x;
-        place = make_int2(corner.x + row, corner.y + col);
-      }
-      if (++col == pool.window_cols) {
-        col = 0;
-        ++row;
-      }
+      if (x > most.value || x != x) most = {x, next};
+      step(next);
     }
   }
-  return place;
+  return most;
 }
 
 // The table of a max pool, and the sums behind the norm: only the places of maxima have a part in them.
@@ -65,23 +88,29 @@ __global__ void __launch_bounds__(kPlaneThreads)
   const Channel<T> channel = channel_of_warp<Chain>(work, slice);
   const NormGradient<T> norm = norm_gradient_of<Chain>(work, slice);
   const PoolShape& pool = work.pool;
+  const int shift = log2_of(pool.lanes);
+  const int lane = slice.thread & (pool.lanes - 1);
   T sums[kGradientKinds]{};
-  for (int i = slice.thread; i < slice.values; i += slice.team) {
-    const int64_t window = slice.first + i;
-    const int64_t at = slice.plane * work.windows.of.values + window;
-    const RawPack<T, 1> raw_grad = load_raw<T, 1>(work.grad, at);
+  for (int first = 0; first < slice.values; first += slice.team >> shift) {  // the same for a whole warp
+    const int i = first + (slice.thread >> shift);
+    const bool exists = i < slice.values;
+    const int64_t window = slice.first + (exists ? i : 0);
     const int64_t row = pool.by_pooled_cols.divide(window);
     const int col = int(window - row * pool.pooled_cols);
     const int2 corner = make_int2(int(row) * pool.window_rows, col * pool.window_cols);
-    const int2 place = place_of_maximum<Chain>(work, slice.plane, corner, channel);
-    const T v = load_values<T, 1>(work.v, slice.plane * work.pixels + int64_t(place.x) * pool.cols + place.y)
-                    .element[0];
-    const T y = Chain::value(v, channel);
+    Maximum<T> most = maximum_of_lane<Chain>(work, slice.plane, corner, lane, channel);
+    most.add_lanes(pool.lanes);
+    if (!exists || lane > 0) continue;
+
+    const int64_t at = slice.plane * work.windows.of.values + window;
+    const int64_t from = slice.plane * work.pixels + int64_t(most.place.x) * pool.cols + most.place.y;
+    const T y = most.value;
     Gradients<T> none{};
-    const T grad = Chain::Final::vjp(values_of(raw_grad, work.grad.dtype).element[0], y, y, channel, none);
-    work.window_place[at] = place;
+    const T grad = Chain::Final::vjp(load_values<T, 1>(work.grad, at).element[0], y, y, channel, none);
+    work.window_place[at] = most.place;
     work.window_grad[at] = grad;
-    if constexpr (Chain::kNeedsStatistics) add_after_norm<Chain>(grad, v, channel, norm, sums);
+    if constexpr (Chain::kNeedsStatistics)
+      add_after_norm<Chain>(grad, load_values<T, 1>(work.v, from).element[0], channel, norm, sums);
   }
   write_sums<kAfterNorm<Chain>>(slice, sums, work.after_norm);
 }
