@@ -3,12 +3,14 @@
 # mypy: disallow-untyped-calls=False
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from chains_table import BY_NAME, CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
@@ -421,3 +423,119 @@ def test_what_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(calls) == expected
         for name, right in plain.items():
             torch.testing.assert_close(ours[name], right, equal_nan=True)
+
+
+# ---- CUDA, as far as a CPU can tell --------------------------------------------------------------
+
+
+def tensor_at(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """The contiguous tensor that a kernel would find there."""
+    count = math.prod(shape)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+
+class OnCuda(_C.Backward):
+    """In place of the extension's: the chain by its CPU kernel, all of it by autograd on what the pointers show."""
+
+    row: ClassVar[Row]
+    serves: ClassVar[bool]
+    own: ClassVar[Own]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        _, self.tensors, self.v, self.conv, _, _, self.gradients, self.wants_v = args
+
+    def prepare_cuda(self, device: int) -> tuple[int, str]:
+        return (0, "direct, emulated") if self.conv is None or self.serves else (-1, "two-step, emulated")
+
+    def on_cuda(self, pointers: Any, gradients: Any, grad_v: int, workspace: int, stream: int) -> None:
+        if self.conv is None:
+            self.on_cpu(pointers, gradients, grad_v, 2)
+            return
+        assert grad_v == 0
+        (_, size, _), (weight, stride, padding, dilation, _) = self.conv
+        channels = self.v[1][1]
+        at = dict(zip([name for name, _ in self.tensors], pointers, strict=True))
+        shapes = {"input": size, "weight": weight[1]}
+        values = {
+            name: tensor_at(address, torch.float32, *shapes.get(name, (channels,)))
+            for name, address in at.items()
+            if name != "grad"
+        }
+        flat = values["weight"].flatten()
+        values["weight"] = flat.as_strided(weight[1], weight[2])  # in any layout, as in forward
+        values = {name: value.clone().requires_grad_() for name, value in values.items()}
+        own = dict(self.own)
+        for name in own:
+            if name in values:
+                shape = (channels, 1, 1) if name in ("bias", "scale") else (channels,)
+                own[name] = values[name].view(shape)
+        geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
+        bias = values.get("conv_bias")
+        # PyTorch's channels_last backward of group_norm ends the process where only its parameters' gradients are wanted.
+        v = F.conv2d(values["input"], values["weight"], bias, **geometry).contiguous()
+        y = self.row.plain_chain(v, own)
+        grad = tensor_at(at["grad"], torch.float32, *y.shape)
+        found = torch.autograd.grad(y, [values[name] for name in self.gradients], grad)
+        for name, address, right in zip(self.gradients, gradients, found, strict=True):
+            tensor_at(address, torch.float32, *values[name].shape).copy_(right)
+
+
+@pytest.mark.parametrize("serves", [True, False], ids=["whole", "two-step"])
+@formats
+@conv_rows
+def test_what_cuda_is_asked_for(
+    row: Row,
+    layout: torch.memory_format,
+    serves: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Pointers, names and forms belong together, whatever is wanted, and results have the arguments' look."""
+    caplog.set_level("DEBUG", logger="fusedconv")
+    gen = generator(row.chain, "emulated")
+    own = draw_own(row, 4, gen, groups=2)
+    x, weight = randn(gen, 2, 3, 7, 8).contiguous(memory_format=layout), randn(gen, 4, 3, 3, 3) / 5
+    values = {"x": x, "weight": weight.contiguous(memory_format=layout), "conv_bias": randn(gen, 4)}
+    names = [*values, *[name for name, value in own.items() if isinstance(value, Tensor)]]
+    monkeypatch.setattr(
+        _C, "Backward", type("Emulated", (OnCuda,), {"row": row, "serves": serves, "own": own})
+    )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    backward = _register.OPERATORS[row.conv].backward
+    pairs: dict[str, Any] = {"stride": (1, 1), "padding": (1, 0), "dilation": (1, 1)}
+    given = *values.values(), *own.values(), *pairs.values(), 1
+    leaves = [(values | own)[name].double().requires_grad_() for name in names]
+    named = dict(zip(names, leaves, strict=True))
+    y = row.plain_conv(
+        named["x"], named["weight"], named["conv_bias"], own | {n: named[n] for n in names[3:]}, **pairs
+    )
+    grad = randn(gen, *y.shape)
+    expected = [right.float() for right in torch.autograd.grad(y, leaves, grad.double())]
+    masks = [[True] * len(names), *[[i == j for j in range(len(names))] for i in range(len(names))]]
+    for mask in masks:
+        caplog.clear()
+        find = backward.prepare_cuda(grad, given, backward.wanted(mask), "tf32")
+        path = "direct" if serves else "two-step"
+        assert caplog.messages == [f"{row.conv} backward [2, 3, 7, 8] float32 tf32: {path}, emulated"]
+        for _ in range(2):
+            found = backward.run(find, grad, (*given, mask), "ieee")
+            for wants, got, right, leaf in zip(mask, found, expected, leaves, strict=True):
+                if wants:
+                    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+                    assert got.stride() == torch.empty_like(leaf).stride()
+                else:
+                    assert got.numel() == 0
+
+
+@all_rows
+def test_a_gradient_of_another_shape_is_an_error(row: Row) -> None:
+    """The kernels trust its size."""
+    own = draw_own(row, 4, generator(row.chain, "shape"), groups=2)
+    backward = _register.OPERATORS[row.chain].backward
+    v = torch.zeros(1, 4, 4, 4)
+    mask = [True] * len(backward.operator.tensors)
+    kind, text = failure(lambda: backward.op(torch.ones(1, 1, 1, 1), v, *own.values(), mask))
+    assert kind is RuntimeError
+    assert "grad must have shape" in text
