@@ -1,0 +1,77 @@
+// Rows of a map as operands of the tensor cores: of each pixel units of 8 channels, so that a shift along the
+// row is a shift by whole units. Float32 is scaled by a power of two, one for each row of all channels, and
+// split: see conv_modes.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "conv_modes.cuh"
+#include "vector_access.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+constexpr int kUnitChannels = 8;
+
+struct PackedRows {
+  uint4* units;    // [samples][rows][chunks][parts][cols], a unit each
+  int* exponents;  // [samples][rows]: values were multiplied by two to this power; null where none were
+  int channels;
+  int chunks;  // of 8 channels, even: zeros are added to the last
+  int parts;
+  int rows, cols;
+};
+
+inline int chunks_of(int channels) {
+  return (channels + 2 * kUnitChannels - 1) / (2 * kUnitChannels) * 2;
+}
+
+// Of one sample.
+inline int64_t packed_units(const PackedRows& packed) {
+  return int64_t(packed.rows) * packed.chunks * packed.parts * packed.cols;
+}
+
+__device__ inline int64_t packed_row_units(const PackedRows& packed) {
+  return int64_t(packed.chunks) * packed.parts * packed.cols;
+}
+
+// The bits of a magnitude, for the largest one of a row; what is not finite has no say in the scale.
+__device__ inline unsigned finite_magnitude(float x) {
+  const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
+  return bits < kInfinityBits ? bits : 0u;
+}
+
+// By all threads of a block: a row of channels in shared memory, [channels][pitch]. row is counted through
+// all samples; largest is the row's largest finite_magnitude, if the mode scales.
+template <class Mode, int kThreads>
+__device__ void pack_row(const PackedRows& to, int64_t row, const float* values, int pitch,
+                         unsigned largest) {
+  using Element = typename Mode::Element;
+  const int exponent = Mode::kScales ? scale_exponent(largest) : 0;
+  const float scale = power_of_two(exponent);
+  if (Mode::kScales && threadIdx.x == 0) to.exponents[row] = exponent;
+  uint4* const units = to.units + row * packed_row_units(to);
+  constexpr int kWarps = kThreads / 32;
+  for (int chunk = threadIdx.x / 32; chunk < to.chunks; chunk += kWarps) {
+    for (int col = threadIdx.x % 32; col < to.cols; col += 32) {
+      Pack<Element, kUnitChannels> part[Mode::kParts];
+#pragma unroll
+      for (int k = 0; k < kUnitChannels; ++k) {
+        const int c = chunk * kUnitChannels + k;
+        const float x = c < to.channels ? values[c * pitch + col] * scale : 0.0f;
+        part[0].element[k] = narrow<Element>(x);
+        if constexpr (Mode::kParts == 2)
+          part[1].element[k] = narrow<Element>(x - widen<float>(part[0].element[k]));
+      }
+#pragma unroll
+      for (int p = 0; p < Mode::kParts; ++p) {
+        uint4 unit;
+        memcpy(&unit, &part[p], sizeof(unit));
+        units[(chunk * Mode::kParts + p) * to.cols + col] = unit;
+      }
+    }
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
