@@ -1,18 +1,21 @@
-#include "conv_gradients.h"
+#include "conv_gradients.cuh"
 
 #include <algorithm>
 
 #include "conv_input_gradient.cuh"
 #include "conv_weight_gradient.cuh"
+#include "elements.cuh"
 #include "launch.cuh"
 #include "workspace.cuh"
 
 namespace fusedconv {
-namespace cuda {
+inline namespace FUSEDCONV_TARGET {
 namespace {
 
+using cuda::Card;
+
 constexpr int kBlocksOfWeight = 3;  // of each kind on a multiprocessor, if its memory suffices
-constexpr int kBlocksOfInput = 2;
+constexpr int kBlocksOfInput = 3;
 constexpr int kMostStripRows = 32;
 constexpr int kLeastStripRows = 8;
 
@@ -29,15 +32,7 @@ ConvShape shape_of(const BackwardProblem& problem) {
           {int(conv.padding[0]), int(conv.padding[1])}};
 }
 
-int value_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
-// Four at the most, as many as rows of the output's gradient are made of.
-int copy_values(const ConvShape& shape, DType dtype) {
-  constexpr int kLeastBytes = 4;
-  for (int values = 4; values * value_bytes(dtype) >= kLeastBytes; values /= 2)
-    if (shape.out_size[1] % values == 0) return values;
-  return 1;
-}
+// ---- plans ----
 
 // Long strips read few rows twice; short ones give every block something to do.
 int strip_rows_for(int rows, int64_t strips, int64_t blocks) {
@@ -46,39 +41,35 @@ int strip_rows_for(int rows, int64_t strips, int64_t blocks) {
   return strip_rows;
 }
 
-size_t weight_shared_bytes(DType dtype) {
-  return dtype == DType::kFloat32 ? sizeof(WeightShared<float>) : sizeof(WeightShared<__half>);
+// Of all blocks that the card runs at a time, those for each of so many pairs of channels.
+int64_t blocks_for(int of_multiprocessor, size_t shared_bytes, int pairs, const Card& card) {
+  const int fitting = std::max(int(card.shared_bytes / shared_bytes), 1);
+  return std::max(card.multiprocessors * std::min(of_multiprocessor, fitting) / pairs, 1);
 }
 
-WeightGradientPlan plan_weight(const ConvShape& shape, DType dtype, int64_t samples, const Card& card) {
+template <class Mode>
+WeightGradientPlan plan_weight(const ConvShape& shape, int64_t samples, const Card& card) {
   WeightGradientPlan plan{};
   plan.out_blocks = divide_up(shape.out_channels, kBlockChannels);
-  plan.in_blocks = divide_up(shape.in_channels, kInChannels);
+  plan.in_blocks = divide_up(shape.in_channels, kUnitChannels);
   plan.channel_warps = 1;
-  while (plan.channel_warps < kWeightWarps && plan.channel_warps * kWarpChannels16 < shape.out_channels)
+  while (plan.channel_warps < kWeightWarps && plan.channel_warps * kWarpChannels < shape.out_channels)
     plan.channel_warps *= 2;
   plan.strips = divide_up(shape.out_size[1], kMostStripCols);
-  plan.strip_cols = divide_up(divide_up(shape.out_size[1], plan.strips), kGroupPixels) * kGroupPixels;
-  const int of_multiprocessor =
-      std::min(kBlocksOfWeight, int(card.shared_bytes / weight_shared_bytes(dtype)));
-  const int pairs = plan.out_blocks * plan.in_blocks;
-  const int64_t blocks = std::max(card.multiprocessors * of_multiprocessor / pairs, 1);
+  plan.strip_cols = divide_up(divide_up(shape.out_size[1], plan.strips), kStepPixels) * kStepPixels;
+  const int64_t blocks =
+      blocks_for(kBlocksOfWeight, sizeof(WeightShared<Mode>), plan.out_blocks * plan.in_blocks, card);
   plan.strip_rows = strip_rows_for(shape.out_size[0], samples * plan.strips, blocks);
   plan.segments = divide_up(shape.out_size[0], plan.strip_rows);
   plan.blocks = int(std::min(samples * plan.strips * plan.segments, blocks));
   plan.slots = plan.blocks * (kWeightWarps / plan.channel_warps);
-  plan.copy_values = copy_values(shape, dtype);
-  plan.copy_lanes = 1;
-  while (plan.copy_lanes < kWarpThreads && plan.copy_lanes * plan.copy_values < plan.strip_cols)
-    plan.copy_lanes *= 2;
   return plan;
 }
 
 // The most pixels at a time that are not much more than a row has.
 int strip_warps_for(int cols) {
-  constexpr int kCostOfStrip = 4;  // in pixels
   const auto cost = [&](int warps) {
-    return divide_up(cols, warps * kWarpPixels) * (warps * kWarpPixels + kCostOfStrip);
+    return divide_up(cols, warps * kWarpPixels) * (warps * kWarpPixels + kTaps - 1);
   };
   int best = kInputWarps;
   for (int warps = kInputWarps / 2; warps >= 1; warps /= 2)
@@ -86,62 +77,94 @@ int strip_warps_for(int cols) {
   return best;
 }
 
-// The lanes for what is left of a row that all lanes have had copies of.
-int rest_lanes_for(int cols, int values) {
-  int lanes = 1;
-  while (lanes * values < cols % (kWarpThreads * values)) lanes *= 2;
-  return lanes;
-}
-
-// parts: of a word of the weight.
-InputGradientPlan plan_input(const ConvShape& shape, DType dtype, int parts, int64_t samples,
-                             const Card& card) {
+template <class Mode>
+InputGradientPlan plan_input(const ConvShape& shape, int64_t samples, const Card& card) {
   InputGradientPlan plan{};
   plan.strip_warps = strip_warps_for(shape.in_size[1]);
   plan.strips = divide_up(shape.in_size[1], plan.strip_warps * kWarpPixels);
-  plan.in_blocks = divide_up(shape.in_channels, kGradChannels);
-  plan.chunks = divide_up(shape.out_channels, kStageRows * channels_of_word(value_bytes(dtype)));
-  plan.shared_bytes = input_gradient_bytes(plan.strip_warps, plan.chunks, parts);
+  plan.in_blocks = divide_up(shape.in_channels, kUnitChannels);
+  plan.stages = divide_up(chunks_of(shape.out_channels), kStageChunks);
+  plan.shared_bytes = InputLayout<Mode>(plan).bytes;
   const int strips_at_once = kInputWarps / plan.strip_warps;
-  const int64_t blocks = std::max(card.multiprocessors * kBlocksOfInput / plan.in_blocks, 1);
+  const int64_t blocks = blocks_for(kBlocksOfInput, plan.shared_bytes, plan.in_blocks, card);
   plan.strip_rows = strip_rows_for(shape.in_size[0], samples * plan.strips, blocks * strips_at_once);
   plan.segments = divide_up(shape.in_size[0], plan.strip_rows);
   const int64_t units = samples * plan.strips * plan.segments;
   plan.blocks = int(std::min((units + strips_at_once - 1) / strips_at_once, blocks));
-  plan.copy_values = copy_values(shape, dtype);
-  plan.shift = (shape.padding[1] + plan.copy_values * kTaps - (kTaps - 1)) % plan.copy_values;
-  plan.rest_lanes = rest_lanes_for(plan.strip_warps * kWarpPixels + kTaps - 1 + plan.shift, plan.copy_values);
   return plan;
 }
 
 template <class Visit>
-cudaError_t visit_mode(const ConvBackward& conv, const Visit& visit) {
+auto visit_mode(const ConvBackward& conv, const Visit& visit) {
   switch (conv.input.dtype) {
-    case DType::kFloat32:
-      return conv.conv.tf32 ? visit(Float32Tf32{}) : visit(Float32Ieee{});
     case DType::kBFloat16:
       return visit(BFloat16{});
     case DType::kFloat16:
       return visit(Float16{});
     default:
-      return cudaErrorInvalidValue;
+      return conv.conv.tf32 ? visit(Float32Tf32{}) : visit(Float32Ieee{});
   }
 }
 
-int parts_of(const ConvBackward& conv) {
-  return conv.input.dtype == DType::kFloat32 && !conv.conv.tf32 ? Float32Ieee::kParts : 1;
+// ---- the input, packed ----
+
+constexpr int kPackThreads = 256;
+constexpr int kPackPadding = 1;  // of a row in shared memory
+
+int pack_bytes(const PackedRows& to) { return to.channels * (to.cols + kPackPadding) * int(sizeof(float)); }
+
+// A block for each row of each sample.
+template <class Mode>
+__global__ void __launch_bounds__(kPackThreads) pack_rows(Tensor from, PackedRows to) {
+  using In = typename Mode::In;
+  extern __shared__ float values[];
+  __shared__ unsigned largest;
+  if (threadIdx.x == 0) largest = 0;
+  __syncthreads();
+  const int pitch = to.cols + kPackPadding;
+  const int64_t sample = blockIdx.x / to.rows;
+  const In* const row =
+      static_cast<const In*>(from.data) + sample * from.stride[0] + blockIdx.x % to.rows * from.stride[2];
+  unsigned of_thread = 0;
+  for (int c = threadIdx.x / kWarpThreads; c < to.channels; c += kPackThreads / kWarpThreads) {
+#pragma unroll 4
+    for (int col = lane_of_thread(); col < to.cols; col += kWarpThreads) {
+      const float x = widen<float>(row[c * from.stride[1] + col * from.stride[3]]);
+      values[c * pitch + col] = x;
+      of_thread = max(of_thread, finite_magnitude(x));
+    }
+  }
+  if (Mode::kScales) {
+    of_thread = largest_of_warp(of_thread);
+    if (lane_of_thread() == 0) atomicMax(&largest, of_thread);
+  }
+  __syncthreads();
+  pack_row<Mode, kPackThreads>(to, blockIdx.x, values, pitch, largest);
 }
 
-cudaError_t allow_shared_memory(const void* kernel, const Card& card) {
+template <class Kernel>
+cudaError_t allow_shared_memory(Kernel* kernel, const Card& card) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, card.shared_bytes);
 }
 
 template <class Mode>
 cudaError_t load_mode(const Card& card) {
-  if (const cudaError_t status =
-          allow_shared_memory(reinterpret_cast<const void*>(conv_weight_gradient<Mode>), card))
-    return status;
-  return allow_shared_memory(reinterpret_cast<const void*>(conv_input_gradient<Mode>), card);
+  const int static_bytes = 256;  // that a kernel has besides, at the most
+  const Card rest{card.capability, card.multiprocessors, card.shared_bytes - static_bytes,
+                  card.overlaps_kernels};
+  if (const cudaError_t status = allow_shared_memory(pack_rows<Mode>, rest)) return status;
+  if (const cudaError_t status = allow_shared_memory(conv_weight_gradient<Mode>, rest)) return status;
+  return allow_shared_memory(conv_input_gradient<Mode>, rest);
+}
+
+template <class Mode>
+PackedRows packed_map(int channels, const int (&size)[2]) {
+  return {nullptr, nullptr, channels, chunks_of(channels), Mode::kParts, size[0], size[1]};
+}
+
+void take_memory(PackedRows& packed, int64_t samples, Workspace& workspace) {
+  packed.units = workspace.take<uint4>(samples * packed_units(packed));
+  packed.exponents = workspace.take<int>(samples * packed.rows);
 }
 
 }  // namespace
@@ -156,64 +179,87 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
     if (conv.stride[d] != 1) return "stride";
     if (conv.dilation[d] != 1) return "dilation";
   }
-  if (plan_input(shape_of(problem), backward.input.dtype, parts_of(backward), 1, card).shared_bytes >
-      card.shared_bytes)
-    return "shared memory";
-  return "";
+  const int bytes = visit_mode(backward, [&](auto mode) {
+    using Mode = decltype(mode);
+    const ConvShape shape = shape_of(problem);
+    const PackedRows input = packed_map<Mode>(shape.in_channels, shape.in_size);
+    return std::max(plan_input<Mode>(shape, 1, card).shared_bytes, pack_bytes(input));
+  });
+  return bytes + 256 > card.shared_bytes ? "shared memory" : "";
 }
 
 ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_samples, void* memory,
                              const Card& card)
     : conv_(*problem.conv), shape_(shape_of(problem)) {
-  const DType dtype = conv_.input.dtype;
   Workspace workspace(memory);
-  if (conv_.grad_weight != nullptr) {
-    weight_plan_ = plan_weight(shape_, dtype, step_samples, card);
-    const int64_t of_slot =
-        int64_t(weight_plan_.out_blocks) * weight_plan_.in_blocks * weight_plan_.channel_warps * kSlotValues;
-    slots_ = workspace.take<float>(weight_plan_.slots * of_slot);
-  }
-  if (conv_.grad_input.data != nullptr)
-    input_plan_ = plan_input(shape_, dtype, parts_of(conv_), step_samples, card);
+  visit_mode(conv_, [&](auto mode) {
+    using Mode = decltype(mode);
+    if (wants_weight() || wants_input()) {
+      grads_ = packed_map<Mode>(shape_.out_channels, shape_.out_size);
+      take_memory(grads_, step_samples, workspace);
+    }
+    if (wants_weight()) {
+      input_ = packed_map<Mode>(shape_.in_channels, shape_.in_size);
+      take_memory(input_, step_samples, workspace);
+      weight_plan_ = plan_weight<Mode>(shape_, step_samples, card);
+    }
+    if (wants_input()) input_plan_ = plan_input<Mode>(shape_, step_samples, card);
+  });
+  const WeightGradientPlan& plan = weight_plan_;
+  slots_ = workspace.take<float>(int64_t(plan.slots) * plan.out_blocks * plan.in_blocks * plan.channel_warps *
+                                 kSlotValues);
   workspace_bytes_ = workspace.bytes();
 }
 
-cudaError_t ConvGradients::launch_step(int64_t first, int64_t samples, const void* grad_v,
-                                       cudaStream_t stream) const {
-  const int64_t sample_bytes = int64_t(value_bytes(conv_.input.dtype));
+cudaError_t ConvGradients::launch_step(int64_t first, int64_t samples, cudaStream_t stream) const {
   return visit_mode(conv_, [&](auto mode) {
     using Mode = decltype(mode);
-    if (conv_.grad_weight != nullptr) {
-      const WeightGradientPlan& plan = weight_plan_;
-      Tensor input = conv_.input;
-      input.data = static_cast<char*>(input.data) + first * input.stride[0] * sample_bytes;
-      const WeightGradientWork work{
-          shape_, plan, input, grad_v, slots_, first > 0, int(samples * plan.strips * plan.segments)};
-      const LaunchShape shape{dim3(plan.blocks, plan.out_blocks * plan.in_blocks), kWeightThreads,
-                              int(weight_shared_bytes(conv_.input.dtype)), false};
-      if (const cudaError_t status = launch_kernel(conv_weight_gradient<Mode>, shape, stream, work))
+    if (wants_weight()) {
+      if (const cudaError_t status = add_to_weight<Mode>(input_from(first, samples), first == 0, stream))
         return status;
     }
-    if (conv_.grad_input.data == nullptr) return cudaSuccess;
-    const InputGradientPlan& plan = input_plan_;
-    const int64_t sample = int64_t(shape_.in_channels) * shape_.in_size[0] * shape_.in_size[1];
-    const InputGradientWork work{shape_,
-                                 plan,
-                                 conv_.conv.weight,
-                                 grad_v,
-                                 static_cast<char*>(conv_.grad_input.data) + first * sample * sample_bytes,
-                                 int(samples * plan.strips * plan.segments)};
-    const LaunchShape shape{dim3(plan.blocks, plan.in_blocks), kInputThreads, plan.shared_bytes, false};
-    return launch_kernel(conv_input_gradient<Mode>, shape, stream, work);
+    return wants_input() ? write_input<Mode>(first, samples, stream) : cudaSuccess;
   });
 }
 
+Tensor ConvGradients::input_from(int64_t first, int64_t samples) const {
+  Tensor input = conv_.input;
+  input.data = static_cast<char*>(input.data) + first * input.stride[0] * bytes_of(input.dtype);
+  input.size[0] = samples;
+  return input;
+}
+
+template <class Mode>
+cudaError_t ConvGradients::add_to_weight(const Tensor& input, bool is_first, cudaStream_t stream) const {
+  const WeightGradientPlan& plan = weight_plan_;
+  const int64_t samples = input.size[0];
+  const LaunchShape pack{dim3(unsigned(samples * input_.rows)), kPackThreads, pack_bytes(input_), false};
+  if (const cudaError_t status = launch_kernel(pack_rows<Mode>, pack, stream, input, input_)) return status;
+  const WeightGradientWork work{
+      shape_, plan, grads_, input_, slots_, !is_first, int(samples * plan.strips * plan.segments)};
+  const LaunchShape shape{dim3(plan.blocks, plan.out_blocks * plan.in_blocks), kWeightThreads,
+                          int(sizeof(WeightShared<Mode>)), false};
+  return launch_kernel(conv_weight_gradient<Mode>, shape, stream, work);
+}
+
+template <class Mode>
+cudaError_t ConvGradients::write_input(int64_t first, int64_t samples, cudaStream_t stream) const {
+  const InputGradientPlan& plan = input_plan_;
+  const int64_t sample = int64_t(shape_.in_channels) * shape_.in_size[0] * shape_.in_size[1];
+  void* const to =
+      static_cast<char*>(conv_.grad_input.data) + first * sample * bytes_of(conv_.grad_input.dtype);
+  const InputGradientWork work{
+      shape_, plan, grads_, conv_.conv.weight, to, int(samples * plan.strips * plan.segments)};
+  const LaunchShape shape{dim3(plan.blocks, plan.in_blocks), kInputThreads, plan.shared_bytes, false};
+  return launch_kernel(conv_input_gradient<Mode>, shape, stream, work);
+}
+
 cudaError_t ConvGradients::launch_weight(cudaStream_t stream) const {
-  if (conv_.grad_weight == nullptr) return cudaSuccess;
-  const int64_t values =
-      int64_t(weight_plan_.out_blocks) * weight_plan_.in_blocks * weight_plan_.channel_warps * kSlotValues;
+  if (!wants_weight()) return cudaSuccess;
+  const WeightGradientPlan& plan = weight_plan_;
+  const int64_t values = int64_t(plan.out_blocks) * plan.in_blocks * plan.channel_warps * kSlotValues;
   const LaunchShape shape{dim3(unsigned(values / kWarpThreads)), kSlotThreads, 0, false};
-  return launch_kernel(sum_weight_gradient, shape, stream, slots_, weight_plan_, shape_,
+  return launch_kernel(sum_weight_gradient, shape, stream, slots_, plan, shape_,
                        static_cast<float*>(conv_.grad_weight));
 }
 
@@ -225,5 +271,5 @@ cudaError_t ConvGradients::load(const Card& card) {
   return load_mode<Float16>(card);
 }
 
-}  // namespace cuda
+}  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

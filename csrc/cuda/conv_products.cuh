@@ -34,12 +34,6 @@ struct Sm80 {
   static constexpr int kColumns = 64;  // of one group of four warps
   static constexpr bool kCompiles = kConvCompiles;
 
-  __device__ static void load_matrices(uint32_t (&to)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address));
-  }
-
   // kFirst: the accumulators are taken for zeros.
   template <class Mode, bool kFirst>
   __device__ static void add(float (&d)[kColumns / 2], const Operands& from) {

@@ -22,9 +22,7 @@ struct PackedRows {
   int rows, cols;
 };
 
-inline int chunks_of(int channels) {
-  return (channels + 2 * kUnitChannels - 1) / (2 * kUnitChannels) * 2;
-}
+inline int chunks_of(int channels) { return (channels + 2 * kUnitChannels - 1) / (2 * kUnitChannels) * 2; }
 
 // Of one sample.
 inline int64_t packed_units(const PackedRows& packed) {

@@ -1,0 +1,46 @@
+// What both gradients of a conv share: products of packed rows, copies of their units, and the way back from
+// their scales.
+#pragma once
+
+#include "barriers.cuh"
+#include "conv_gradients.cuh"
+#include "conv_problem.cuh"
+#include "mma_sync.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Of two operands of so many parts: of two low * high, high * low, then high * high. Small ones come first,
+// as the tensor cores cut off what does not fit beside a larger sum.
+template <class Mode>
+constexpr int kProducts = Mode::kParts == 2 ? 3 : 1;
+
+template <class Mode>
+__device__ void multiply_parts(int product, float* d, const uint32_t (&a)[Mode::kParts][4],
+                               const uint32_t (&b)[Mode::kParts][2]) {
+  const int of_a = Mode::kParts == 2 && product == 0;
+  const int of_b = Mode::kParts == 2 && product == 1;
+  multiply_add<typename Mode::Element>(d, a[of_a], b[of_b][0], b[of_b][1]);
+}
+
+// Divides by two to some power, in two steps: one factor might not be a float.
+class Unscale {
+ public:
+  __device__ explicit Unscale(int exponent)
+      : first_(power_of_two(-(exponent / 2))), second_(power_of_two(exponent / 2 - exponent)) {}
+  __device__ float operator()(float x) const { return x * first_ * second_; }
+
+ private:
+  float first_, second_;
+};
+
+// Copies to shared memory, asynchronously; zeros where nothing exists, and then `from` may point anywhere.
+__device__ inline void copy_unit(uint4* to, const uint4* from, bool exists) {
+  __pipeline_memcpy_async(to, from, sizeof(uint4), exists ? 0 : sizeof(uint4));
+}
+__device__ inline void copy_exponent(int* to, const int* from, bool exists) {
+  __pipeline_memcpy_async(to, from, sizeof(int), exists ? 0 : sizeof(int));
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,90 @@
+// The gradients of a conv's weight and input from that of its output, by the tensor cores. For 3x3 kernels of
+// stride and dilation 1; the rest is PyTorch's.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "../core/problem.h"
+#include "card.h"
+#include "packed_rows.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+constexpr int kTaps = 3;  // of a kernel, down and across
+
+// A conv; sizes of a sample fit in ints.
+struct ConvShape {
+  int in_channels, out_channels;
+  int in_size[2], out_size[2];
+  int padding[2];
+};
+
+// How the gradient of the weight is shared out. A block has 64 of the output's channels and 8 of the
+// input's, and walks down strips of the map; its warps have 16 channels each or, of fewer, parts of a strip.
+struct WeightGradientPlan {
+  int channel_warps;
+  int strips, strip_cols;
+  int segments, strip_rows;  // into which strips are cut
+  int out_blocks, in_blocks;
+  int blocks;  // for each pair of these
+  int slots;   // in which sums stand apart until the end
+};
+
+// The same for the input's. A block has 8 of its channels and a few strips; of each of their rows, stages of
+// some of the output's channels come into shared memory one after the other.
+struct InputGradientPlan {
+  int strip_warps;
+  int strips;
+  int segments, strip_rows;
+  int in_blocks, blocks;
+  int stages;  // of a row
+  int shared_bytes;
+};
+
+// Why the kernels do not serve; empty if they do.
+std::string reason_against_gradients(const BackwardProblem& problem, const cuda::Card& card);
+
+class ConvGradients {
+ public:
+  // Steps have so many samples at the most. The workspace is 256-aligned; null if only its bytes are wanted.
+  ConvGradients(const BackwardProblem& problem, int64_t step_samples, void* workspace,
+                const cuda::Card& card);
+
+  size_t workspace_bytes() const { return workspace_bytes_; }
+
+  // Where the gradient of the conv's output belongs, of a step's samples.
+  const PackedRows& grads() const { return grads_; }
+
+  // Queues the input's gradient of `samples` samples from `first` on, and adds what they give to the
+  // weight's.
+  cudaError_t launch_step(int64_t first, int64_t samples, cudaStream_t stream) const;
+  // After all steps.
+  cudaError_t launch_weight(cudaStream_t stream) const;
+
+  // Loads the kernels onto the current device and lets them use all of its shared memory.
+  static cudaError_t load(const cuda::Card& card);
+
+ private:
+  bool wants_weight() const { return conv_.grad_weight != nullptr; }
+  bool wants_input() const { return conv_.grad_input.data != nullptr; }
+  Tensor input_from(int64_t first, int64_t samples) const;
+  template <class Mode>
+  cudaError_t add_to_weight(const Tensor& input, bool is_first, cudaStream_t stream) const;
+  template <class Mode>
+  cudaError_t write_input(int64_t first, int64_t samples, cudaStream_t stream) const;
+
+  const ConvBackward& conv_;
+  const ConvShape shape_;
+  PackedRows grads_{};
+  PackedRows input_{};
+  WeightGradientPlan weight_plan_{};
+  InputGradientPlan input_plan_{};
+  float* slots_ = nullptr;
+  size_t workspace_bytes_ = 0;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
