@@ -100,15 +100,21 @@ def deck(rng: random.Random, values: Sequence[T]) -> Iterator[T]:
         yield from rng.sample(values, len(values))
 
 
-def cases(row: Row, *seed: object, count: int, most: int = 2**22) -> Iterator[Case]:
+def cases(
+    row: Row,
+    *seed: object,
+    count: int,
+    most: int = 2**22,
+    values: dict[str, Sequence[Any]] = VALUES,
+) -> Iterator[Case]:
     """Random calls that the direct path covers; each of the values comes in `count / len(values)` of them.
 
     Neither the input nor the conv's output has many more elements than `most`.
     """
     rng = random.Random(repr((row.chain, *map(str, seed))))
-    decks = {name: deck(rng, values) for name, values in VALUES.items()}
+    decks = {name: deck(rng, some) for name, some in values.items()}
     for _ in range(count):
-        d = {name: next(values) for name, values in decks.items()}
+        d = {name: next(cards) for name, cards in decks.items()}
         kernel, dilation, c_out = d["kernel"], d["dilation"], d["c_out"]
         reach = [a * (k - 1) for a, k in zip(dilation, kernel, strict=True)]
         padding = (reach[0] // 2, reach[1] // 2) if d["padding"] == SAME else d["padding"]

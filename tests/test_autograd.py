@@ -19,6 +19,7 @@ from helpers import GRADIENT_BOUNDS, double, failure, same_bits
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 formats = pytest.mark.parametrize(
     "layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"]
 )
@@ -49,20 +50,22 @@ def conv_values(row: Row, seed: object, dtype: torch.dtype = torch.float64) -> t
     return own, [t.to(dtype) for t in (x, weight, bias)] + list(tensors_of(own).values())
 
 
+@devices
 @formats
 @conv_rows
-def test_row_28_gradcheck_of_the_conv(row: Row, layout: torch.memory_format) -> None:
+def test_row_28_gradcheck_of_the_conv(row: Row, layout: torch.memory_format, device: str) -> None:
     """Both orders, against finite differences in float64."""
     own, values = conv_values(row, "gradcheck")
     values[0] = values[0].contiguous(memory_format=layout)
     ours, _ = conv_function(row, own, padding=(1, 0), stride=(1, 2))
-    leaves = [t.clone().requires_grad_() for t in values]
+    leaves = [t.to(device, copy=True).requires_grad_() for t in values]
     assert torch.autograd.gradcheck(ours, leaves, fast_mode=False)
     assert torch.autograd.gradgradcheck(ours, leaves, fast_mode=True)
 
 
+@devices
 @all_rows
-def test_row_28_gradcheck_of_the_chain(row: Row) -> None:
+def test_row_28_gradcheck_of_the_chain(row: Row, device: str) -> None:
     gen = generator(row.chain, "gradcheck")
     own = draw_own(row, 4, gen, dtype=torch.float64, groups=2)
     names = list(tensors_of(own))
@@ -71,7 +74,7 @@ def test_row_28_gradcheck_of_the_chain(row: Row) -> None:
         return row.chain_op(v, own | dict(zip(names, values, strict=True)))
 
     leaves = [randn(gen, 2, 4, 3, 4, dtype=torch.float64), *tensors_of(own).values()]
-    leaves = [t.clone().requires_grad_() for t in leaves]
+    leaves = [t.to(device, copy=True).requires_grad_() for t in leaves]
     assert torch.autograd.gradcheck(ours, leaves, fast_mode=False)
     assert torch.autograd.gradgradcheck(ours, leaves, fast_mode=True)
 

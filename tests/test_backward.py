@@ -1,11 +1,11 @@
-"""The CPU kernels of backward: gradients of each chain against float64, kinks, ties, bits, and what is computed."""
+"""The kernels of backward: gradients of each chain against float64, kinks, ties, bits, and what is computed."""
 
 # mypy: disallow-untyped-calls=False
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +16,8 @@ from torch import Tensor
 from chains_table import BY_NAME, CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
 from cuda_conv import forget
 from fusedconv import _C, _conv, _register
-from helpers import GRADIENT_BOUNDS, SIZES, exact_eager, failure, new_process, profile, same_bits
+from gradients import check_gradients, gradients
+from helpers import GRADIENT_BOUNDS, SIZES, failure, new_process, on, profile, same_bits
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
@@ -25,8 +26,20 @@ formats = pytest.mark.parametrize(
     "layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"]
 )
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-
-Run = Callable[[Tensor, Own], Tensor]
+WIDTHS = sorted({*SIZES, *range(1, 10), 32, 63, 64, 65})
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+# On the CPU half precision is the reference's.
+dtypes_of_devices = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        ("cpu", torch.float64),
+        *[
+            pytest.param("cuda", dtype, marks=pytest.mark.cuda)
+            for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        ],
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,105 +50,77 @@ def _kernels_on_small_maps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
-def gradients(run: Run, v: Tensor, own: Own, direction: Tensor) -> dict[str, Tensor]:
-    """Gradients of v and of all parameters, by name."""
-    leaf = v.detach().requires_grad_()
-    own = map_tensors(own, lambda t: t.detach().requires_grad_())
-    leaves = {"v": leaf} | {name: t for name, t in own.items() if isinstance(t, Tensor)}
-    y = run(leaf, own)
-    found = torch.autograd.grad(y, list(leaves.values()), direction.to(y.dtype))
-    return dict(zip(leaves, found, strict=True))
-
-
-def check_gradients(
-    row: Row, v: Tensor, own: Own, seed: object = 0, *, as_eager: bool = True
-) -> dict[str, Tensor]:
-    """Holds the chain's gradients against float64; ``as_eager``: or twice eager's own error, if that is larger."""
-    direction = randn(generator(seed), *row.plain_chain(v, own).shape, dtype=torch.float64)
-    ours = gradients(row.chain_op, v, own, direction)
-    plain = v.detach().contiguous()
-    reference = gradients(row.plain_chain, plain.double(), map_tensors(own, Tensor.double), direction)
-    eager = gradients(row.plain_chain, exact_eager(plain), map_tensors(own, exact_eager), direction)
-    # The reference has float64's own error, so eager's in float64 shows from its error in float32.
-    digits = 2.0**-28 if v.dtype == torch.float64 else 1.0
-    largest = max([float(g.norm()) for name, g in reference.items() if name != "v"], default=0.0)
-    for name, right in reference.items():
-        got = ours[name]
-        assert got.shape == right.shape
-        assert got.dtype == (v if name == "v" else own[name]).dtype
-        size = max(float(right.norm()), 1e-3 * largest, 1e-300)
-        eager_error = float((eager[name].double() - right).norm()) / size * digits
-        allowed = max(GRADIENT_BOUNDS[v.dtype], 2 * eager_error if as_eager else 0.0)
-        error = float((got.double() - right).norm()) / size
-        assert error <= allowed, f"gradient of {name}: {error:.2e}, allowed {allowed:.2e}"
-    assert ours["v"].stride() == torch.empty_like(v).stride()
-    return ours
-
-
-@dtypes
+@dtypes_of_devices
 @formats
 @all_rows
-def test_gradients_of_odd_sizes(row: Row, layout: torch.memory_format, dtype: torch.dtype) -> None:
+def test_gradients_of_odd_sizes(
+    row: Row, layout: torch.memory_format, device: str, dtype: torch.dtype
+) -> None:
     """No tail, a tail of one, of all but one; gammas, scales and inputs of either sign."""
     gen = generator(row.chain, "sizes", dtype)
-    for size in SIZES:
-        own = draw_own(row, 6, gen, dtype=dtype, pool_size=min(2, size))
-        v = randn(gen, 2, 6, 5, size).to(dtype=dtype, memory_format=layout)
+    for size in WIDTHS:
+        own = on(draw_own(row, 6, gen, dtype=dtype, pool_size=min(2, size)), device)
+        v = randn(gen, 2, 6, 5, size).to(device, dtype).contiguous(memory_format=layout)
         check_gradients(row, v, own, seed=size)
 
 
+@devices
 @norm_rows
-def test_gradients_of_groups_of_one_channel(row: Row) -> None:
+def test_gradients_of_groups_of_one_channel(row: Row, device: str) -> None:
     """Only v's: those of bias and scale are nearly zero, with nothing but rounding left."""
     gen = generator(row.chain, "groups")
     for channels in SIZES:
-        own = draw_own(row, channels, gen, groups=channels)
-        v = randn(gen, 2, channels, 9, 11)
+        own = on(draw_own(row, channels, gen, groups=channels), device)
+        v = randn(gen, 2, channels, 9, 11).to(device)
         direction = randn(gen, *row.plain_chain(v, own).shape)
         ours = gradients(row.chain_op, v, own, direction)["v"].double()
         right = gradients(row.plain_chain, v.double(), map_tensors(own, Tensor.double), direction)["v"]
         assert float((ours - right).norm()) <= GRADIENT_BOUNDS[v.dtype] * float(right.norm())
 
 
+@devices
 @pytest.mark.parametrize("factor", [1, 3, 0.01, -1])
 @all_rows
-def test_gradients_of_scaled_inputs(row: Row, factor: float) -> None:
+def test_gradients_of_scaled_inputs(row: Row, factor: float, device: str) -> None:
     """Several runs of the sums of a plane, each of 2,048 pixels, and several blocks of logsumexp."""
     gen = generator(row.chain, "scaled")
-    own = draw_own(row, 12, gen)
-    check_gradients(row, factor * randn(gen, 3, 12, 57, 79), own)
+    own = on(draw_own(row, 12, gen), device)
+    check_gradients(row, factor * randn(gen, 3, 12, 57, 79).to(device), own)
 
 
+@devices
 @norm_rows
-def test_gradients_survive_a_large_mean(row: Row) -> None:
+def test_gradients_survive_a_large_mean(row: Row, device: str) -> None:
     """The two sums of each group are of normed values: mean 100 and deviation 0.01 cost no digits, as they do eager."""
     gen = generator(row.chain, "mean")
-    v = 100 + 0.01 * randn(gen, 2, 8, 40, 51)
-    own = draw_own(row, 8, gen, groups=4)
+    v = (100 + 0.01 * randn(gen, 2, 8, 40, 51)).to(device)
+    own = on(draw_own(row, 8, gen, groups=4), device)
     if "bias" in own:  # otherwise the sigmoid is one everywhere
-        own |= {"bias": torch.full((8, 1, 1), -100.0), "scale": 100 * own["scale"]}
+        own |= {"bias": torch.full((8, 1, 1), -100.0, device=device), "scale": 100 * own["scale"]}
     # A logsumexp adds values of 100, whose own digits are few.
     check_gradients(row, v, own, as_eager="logsumexp" in row.chain)
 
 
+@devices
 @norm_rows
-def test_gradients_without_affine_parameters(row: Row) -> None:
+def test_gradients_without_affine_parameters(row: Row, device: str) -> None:
     gen = generator(row.chain, "none")
-    own = draw_own(row, 6, gen, norm_weight=None, norm_bias=None)
-    check_gradients(row, randn(gen, 2, 6, 9, 11), own)
+    own = on(draw_own(row, 6, gen, norm_weight=None, norm_bias=None), device)
+    check_gradients(row, randn(gen, 2, 6, 9, 11).to(device), own)
 
 
 ONE_FOR_ALL = [(row, name) for row in ROWS for name in ("bias", "scale") if name in row.arguments]
 
 
+@devices
 @pytest.mark.parametrize(
     ("row", "name"), ONE_FOR_ALL, ids=[f"{row.chain}-{name}" for row, name in ONE_FOR_ALL]
 )
-def test_gradient_of_one_value_for_all_channels(row: Row, name: str) -> None:
+def test_gradient_of_one_value_for_all_channels(row: Row, name: str, device: str) -> None:
     """It gets the sum of what the channels' own values get."""
     gen = generator(row.chain, "one")
-    v, value = randn(gen, 2, 6, 9, 11), randn(gen, 1)
-    own = draw_own(row, 6, gen) | {name: value.expand(6).reshape(6, 1, 1)}
+    v, value = randn(gen, 2, 6, 9, 11).to(device), randn(gen, 1).to(device)
+    own = on(draw_own(row, 6, gen), device) | {name: value.expand(6).reshape(6, 1, 1)}
     direction = randn(gen, *row.plain_chain(v, own).shape)
     expected = gradients(row.chain_op, v, own, direction)
     for shape in ((), (1,), (1, 1, 1)):
@@ -144,12 +129,13 @@ def test_gradient_of_one_value_for_all_channels(row: Row, name: str) -> None:
         assert all(same_bits(ours[other], expected[other]) for other in ours if other != name)
 
 
+@devices
 @all_rows
-def test_gradients_of_views(row: Row) -> None:
+def test_gradients_of_views(row: Row, device: str) -> None:
     """A v with steps in it, and an output gradient of stride 0."""
     gen = generator(row.chain, "views")
-    own = draw_own(row, 6, gen)
-    v = randn(gen, 11, 6, 9, 4).permute(3, 1, 2, 0)[..., ::2]
+    own = on(draw_own(row, 6, gen), device)
+    v = randn(gen, 11, 6, 9, 4).to(device).permute(3, 1, 2, 0)[..., ::2]
     check_gradients(row, v, own)
     direction = torch.ones(()).expand(row.plain_chain(v, own).shape)
     ours = gradients(row.chain_op, v, own, direction)
@@ -166,13 +152,14 @@ def assert_same(ours: dict[str, Tensor], plain: dict[str, Tensor], rtol: float =
         torch.testing.assert_close(ours[name], right, rtol=rtol, atol=1e-6, equal_nan=True)
 
 
+@devices
 @dtypes
-def test_kinks_of_relu_and_hardswish(dtype: torch.dtype) -> None:
+def test_kinks_of_relu_and_hardswish(dtype: torch.dtype, device: str) -> None:
     """As PyTorch at 0, at 3 and beside them; NaN and infinity too."""
     three = torch.tensor(3.0, dtype=dtype)
     beside = [float(torch.nextafter(three, torch.tensor(way, dtype=dtype))) for way in (0.0, 6.0)]
     values = [0.0, -0.0, 1e-30, -1e-30, 3.0, *beside, -3.0, -4.0, 1.0, 1e30, math.inf, -math.inf, math.nan]
-    v = torch.tensor(values, dtype=dtype).reshape(1, 1, 2, 7)
+    v = torch.tensor(values, dtype=dtype, device=device).reshape(1, 1, 2, 7)
     row = BY_NAME["relu_hardswish"]
     for direction in (torch.ones_like(v), -2 * torch.ones_like(v), torch.zeros_like(v)):
         ours = gradients(row.chain_op, v, {}, direction)
@@ -180,50 +167,53 @@ def test_kinks_of_relu_and_hardswish(dtype: torch.dtype) -> None:
     assert gradients(row.chain_op, v, {}, torch.ones_like(v))["v"].flatten()[4] == 1.5
 
 
+@devices
 @dtypes
 @pytest.mark.parametrize(
     "bounds",
     [(-1.0, 1.0), (-1.0, None), (None, 1.0), (None, None), (1.0, -1.0), (1.0, 1.0), (math.nan, 1.0)],
 )
-def test_kinks_of_clamp(bounds: tuple[float | None, float | None], dtype: torch.dtype) -> None:
+def test_kinks_of_clamp(bounds: tuple[float | None, float | None], dtype: torch.dtype, device: str) -> None:
     """A weight of 0 leaves the norm's bias, which stands on the bounds, beside them and on NaN."""
     row = BY_NAME["group_norm_scale_max_pool_clamp"]
     ends = [-1.0, 1.0, 0.0, math.nextafter(1.0, 2), math.nextafter(-1.0, -2), 1.5, -1.5, math.inf, math.nan]
-    norm_bias = torch.tensor(ends, dtype=dtype)
+    norm_bias = torch.tensor(ends, dtype=dtype, device=device)
     own: Own = {
         "num_groups": 3,
-        "norm_weight": torch.zeros(9, dtype=dtype),
+        "norm_weight": torch.zeros(9, dtype=dtype, device=device),
         "norm_bias": norm_bias,
         "eps": 1e-5,
-        "scale": torch.ones(9, 1, 1, dtype=dtype),
+        "scale": torch.ones(9, 1, 1, dtype=dtype, device=device),
         "pool_size": [2, 2],
         "clamp_min": bounds[0],
         "clamp_max": bounds[1],
     }
-    v = randn(generator("clamp"), 2, 9, 4, 6, dtype=dtype)
+    v = randn(generator("clamp"), 2, 9, 4, 6, dtype=dtype).to(device)
     direction = randn(generator("direction"), 2, 9, 2, 3, dtype=dtype)
     ours = gradients(row.chain_op, v, own, direction)
     assert_same(ours, gradients(row.plain_chain, v, own, direction), rtol=1e-5)
 
 
+@devices
 @dtypes
 @pytest.mark.parametrize("pool", [(2, 2), (3, 2), (2, 5), (4, 4), (1, 3), (9, 11)])
-def test_ties_in_pools_go_to_the_first(pool: tuple[int, int], dtype: torch.dtype) -> None:
+def test_ties_in_pools_go_to_the_first(pool: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     """Of few different values nearly every window has equal maxima, or equal minima where the factor is negative."""
     row = BY_NAME["group_norm_scale_max_pool_clamp"]
     gen = generator("ties", pool)
-    v = torch.randint(0, 3, (2, 8, 9, 11), generator=gen).to(dtype)
-    own = draw_own(row, 8, gen, dtype=dtype, pool_size=pool, clamp_min=None, clamp_max=None)
+    v = torch.randint(0, 3, (2, 8, 9, 11), generator=gen).to(device, dtype)
+    own = on(draw_own(row, 8, gen, dtype=dtype, pool_size=pool, clamp_min=None, clamp_max=None), device)
     check_gradients(row, v, own)
 
 
-def test_the_last_nan_of_a_window_gets_the_gradient() -> None:
+@devices
+def test_the_last_nan_of_a_window_gets_the_gradient(device: str) -> None:
     """As in PyTorch. Only the gradients of weight and scale tell: all else is NaN."""
     row = BY_NAME["group_norm_scale_max_pool_clamp"]
     gen = generator("nan")
-    own = draw_own(row, 8, gen, pool_size=(3, 4), clamp_min=None, clamp_max=None)
+    own = on(draw_own(row, 8, gen, pool_size=(3, 4), clamp_min=None, clamp_max=None), device)
     own["norm_bias"][::2] = math.nan
-    v = randn(gen, 2, 8, 9, 13)
+    v = randn(gen, 2, 8, 9, 13).to(device)
     direction = randn(gen, 2, 8, 3, 3)
     ours = gradients(row.chain_op, v, own, direction)
     plain = gradients(row.plain_chain, v, own, direction)
@@ -231,13 +221,14 @@ def test_the_last_nan_of_a_window_gets_the_gradient() -> None:
     assert_same(ours, plain, rtol=1e-5)
 
 
+@devices
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @all_rows
-def test_special_values_stay_in_their_group(row: Row, value: float) -> None:
+def test_special_values_stay_in_their_group(row: Row, value: float, device: str) -> None:
     """NaN where PyTorch has NaN, and nowhere else."""
     gen = generator(row.chain, "special")
-    own = draw_own(row, 6, gen, groups=3)
-    v = randn(gen, 3, 6, 5, 7)
+    own = on(draw_own(row, 6, gen, groups=3), device)
+    v = randn(gen, 3, 6, 5, 7).to(device)
     v[1, 2, 3, 4] = value
     direction = randn(gen, *row.plain_chain(v, own).shape)
     ours = gradients(row.chain_op, v, own, direction)
@@ -246,12 +237,13 @@ def test_special_values_stay_in_their_group(row: Row, value: float) -> None:
     assert torch.isfinite(ours["v"][0]).all()
 
 
-def test_logsumexp_weighs_values_far_apart() -> None:
+@devices
+def test_logsumexp_weighs_values_far_apart(device: str) -> None:
     """1e4 apart: the weights are 1 and 0, without overflow."""
     row = BY_NAME["group_norm_tanh_hardswish_logsumexp"]
     gen = generator("apart")
-    v = 1e4 * randn(gen, 2, 6, 5, 7)
-    check_gradients(row, v, draw_own(row, 6, gen))
+    v = (1e4 * randn(gen, 2, 6, 5, 7)).to(device)
+    check_gradients(row, v, on(draw_own(row, 6, gen), device))
 
 
 # ---- bits ----
@@ -271,11 +263,12 @@ def test_same_bits_for_any_number_of_threads_and_in_each_run(row: Row) -> None:
         assert all(same_bits(run[name], runs[0][name]) for name in run)
 
 
+@devices
 @all_rows
-def test_a_sample_has_the_same_bits_in_any_batch(row: Row) -> None:
+def test_a_sample_has_the_same_bits_in_any_batch(row: Row, device: str) -> None:
     gen = generator(row.chain, "batch")
-    own = draw_own(row, 12, gen)
-    v = randn(gen, 5, 12, 61, 83)
+    own = on(draw_own(row, 12, gen), device)
+    v = randn(gen, 5, 12, 61, 83).to(device)
     direction = randn(gen, *row.plain_chain(v, own).shape)
     together = gradients(row.chain_op, v, own, direction)["v"]
     for i in range(5):
@@ -289,7 +282,7 @@ import torch
 from chains_table import ROWS, draw_own, generator, randn
 from fusedconv import _C
 from helpers import SIZES
-from test_backward import check_gradients
+from gradients import check_gradients
 
 assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()
 for row in ROWS:
