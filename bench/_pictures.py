@@ -92,8 +92,8 @@ PEERS = (
     Kind("OpenVINO", ("openvino",), PURPLE),
 )
 TRAINERS = (
-    Kind("fused, NCHW", ("fused, NCHW",), BLUE),
-    Kind("fused, channels_last", ("fused, channels_last",), BLUE, faint=True),
+    Kind("fused, NCHW", ("fused, NCHW", "fused ieee, NCHW"), BLUE),
+    Kind("fused, channels_last", ("fused, channels_last", "fused ieee, channels_last"), BLUE, faint=True),
     EAGER_NCHW,
     EAGER_LAST,
     Kind("torch.compile, NCHW", ("compile, NCHW",), GREEN),

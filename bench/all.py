@@ -20,11 +20,12 @@ from _pictures import FOLDER, committed, draw
 from _report import RESULTS, write_csv
 
 BENCH = Path(__file__).resolve().parent
-ON_CPU = ("cpu.py", "cpu.py --sizes", "train.py", "memory.py", "host_overhead.py")
+ON_CPU = ("cpu.py", "cpu.py --sizes", "train.py --device cpu", "memory.py", "host_overhead.py")
 ON_GPU = (
     "gpu.py",
     "gpu.py --sweep",
     "gpu.py --epilogue",
+    "train.py --device cuda",
     "host_overhead.py --device cuda",
     "kernelbench/run.py",
 )
