@@ -2,7 +2,7 @@
 // their scales.
 #pragma once
 
-#include "barriers.cuh"
+#include "conv_copies.cuh"
 #include "conv_gradients.cuh"
 #include "conv_problem.cuh"
 #include "mma_sync.cuh"
@@ -34,13 +34,13 @@ class Unscale {
   float first_, second_;
 };
 
-// Copies to shared memory, asynchronously; zeros where nothing exists, and then `from` may point anywhere.
-__device__ inline void copy_unit(uint4* to, const uint4* from, bool exists) {
-  __pipeline_memcpy_async(to, from, sizeof(uint4), exists ? 0 : sizeof(uint4));
-}
-__device__ inline void copy_exponent(int* to, const int* from, bool exists) {
-  __pipeline_memcpy_async(to, from, sizeof(int), exists ? 0 : sizeof(int));
-}
+// The first taps of a window of the kernel.
+struct WindowPlace {
+  int down, across;
+
+  __device__ WindowPlace(const ConvShape& shape, int window)
+      : down(window / shape.windows[1] * kTaps), across(window % shape.windows[1] * kTaps) {}
+};
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

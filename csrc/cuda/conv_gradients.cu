@@ -18,6 +18,8 @@ constexpr int kBlocksOfWeight = 3;  // of each kind on a multiprocessor, if its 
 constexpr int kBlocksOfInput = 3;
 constexpr int kMostStripRows = 32;
 constexpr int kLeastStripRows = 8;
+constexpr int kMostKernel = 7;
+constexpr int kMostPadding = kZeroGuardUnits - kMostKernel;
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
@@ -25,10 +27,13 @@ ConvShape shape_of(const BackwardProblem& problem) {
   const Tensor& input = problem.conv->input;
   const Conv& conv = problem.conv->conv;
   const int64_t* out = problem.v.size;
+  const int64_t* kernel = conv.weight.size + 2;
   return {int(input.size[1]),
           int(out[1]),
           {int(input.size[2]), int(input.size[3])},
           {int(out[2]), int(out[3])},
+          {int(kernel[0]), int(kernel[1])},
+          {divide_up(int(kernel[0]), kTaps), divide_up(int(kernel[1]), kTaps)},
           {int(conv.padding[0]), int(conv.padding[1])}};
 }
 
@@ -57,8 +62,8 @@ WeightGradientPlan plan_weight(const ConvShape& shape, int64_t samples, const Ca
     plan.channel_warps *= 2;
   plan.strips = divide_up(shape.out_size[1], kMostStripCols);
   plan.strip_cols = divide_up(divide_up(shape.out_size[1], plan.strips), kStepPixels) * kStepPixels;
-  const int64_t blocks =
-      blocks_for(kBlocksOfWeight, sizeof(WeightShared<Mode>), plan.out_blocks * plan.in_blocks, card);
+  const int64_t blocks = blocks_for(kBlocksOfWeight, sizeof(WeightShared<Mode>),
+                                    plan.out_blocks * plan.in_blocks * shape.count_windows(), card);
   plan.strip_rows = strip_rows_for(shape.out_size[0], samples * plan.strips, blocks);
   plan.segments = divide_up(shape.out_size[0], plan.strip_rows);
   plan.blocks = int(std::min(samples * plan.strips * plan.segments, blocks));
@@ -157,13 +162,28 @@ cudaError_t load_mode(const Card& card) {
   return allow_shared_memory(conv_input_gradient<Mode>, rest);
 }
 
+// margin: of zeros that are read beside a row.
 template <class Mode>
-PackedRows packed_map(int channels, const int (&size)[2]) {
-  return {nullptr, nullptr, channels, chunks_of(channels), Mode::kParts, size[0], size[1]};
+PackedRows packed_map(int channels, const int (&size)[2], int least_pitch, int margin) {
+  return {nullptr,      nullptr, channels, chunks_of(channels),
+          Mode::kParts, size[0], size[1],  std::max(least_pitch, size[1] + margin)};
+}
+
+// Of the output's gradient, all of a strip is read, and as much beside a row as windows have taps.
+template <class Mode>
+PackedRows packed_grads(const ConvShape& shape, const WeightGradientPlan& plan) {
+  return packed_map<Mode>(shape.out_channels, shape.out_size, plan.strips * plan.strip_cols,
+                          shape.windows[1] * kTaps - 1);
+}
+
+template <class Mode>
+PackedRows packed_input(const ConvShape& shape) {
+  return packed_map<Mode>(shape.in_channels, shape.in_size, 0, shape.padding[1]);
 }
 
 void take_memory(PackedRows& packed, int64_t samples, Workspace& workspace) {
-  packed.units = workspace.take<uint4>(samples * packed_units(packed));
+  packed.units =
+      workspace.take<uint4>(samples * packed.rows * packed_row_units(packed) + 2 * kGuardUnits) + kGuardUnits;
   packed.exponents = workspace.take<int>(samples * packed.rows);
 }
 
@@ -175,15 +195,17 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
   if (backward.input.dtype == DType::kFloat64) return "float64";
   if (card.capability < 80) return "no kernels of a conv for this card";
   for (int d = 0; d < 2; ++d) {
-    if (conv.weight.size[2 + d] != kTaps) return "a kernel that is not 3x3";
     if (conv.stride[d] != 1) return "stride";
     if (conv.dilation[d] != 1) return "dilation";
+    if (conv.weight.size[2 + d] > kMostKernel) return "kernel larger than 7";
+    if (conv.weight.size[2 + d] > kTaps && backward.input.dtype != DType::kFloat32)
+      return "kernel larger than 3 in half precision";  // sums of windows would be rounded in between
+    if (conv.padding[d] > kMostPadding) return "padding";
   }
   const int bytes = visit_mode(backward, [&](auto mode) {
     using Mode = decltype(mode);
     const ConvShape shape = shape_of(problem);
-    const PackedRows input = packed_map<Mode>(shape.in_channels, shape.in_size);
-    return std::max(plan_input<Mode>(shape, 1, card).shared_bytes, pack_bytes(input));
+    return std::max(plan_input<Mode>(shape, 1, card).shared_bytes, pack_bytes(packed_input<Mode>(shape)));
   });
   return bytes + 256 > card.shared_bytes ? "shared memory" : "";
 }
@@ -194,15 +216,11 @@ ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_sample
   Workspace workspace(memory);
   visit_mode(conv_, [&](auto mode) {
     using Mode = decltype(mode);
-    if (wants_weight() || wants_input()) {
-      grads_ = packed_map<Mode>(shape_.out_channels, shape_.out_size);
-      take_memory(grads_, step_samples, workspace);
-    }
-    if (wants_weight()) {
-      input_ = packed_map<Mode>(shape_.in_channels, shape_.in_size);
-      take_memory(input_, step_samples, workspace);
-      weight_plan_ = plan_weight<Mode>(shape_, step_samples, card);
-    }
+    weight_plan_ = plan_weight<Mode>(shape_, step_samples, card);
+    grads_ = packed_grads<Mode>(shape_, weight_plan_);
+    input_ = packed_input<Mode>(shape_);
+    if (wants_weight() || wants_input()) take_memory(grads_, step_samples, workspace);
+    if (wants_weight()) take_memory(input_, step_samples, workspace);
     if (wants_input()) input_plan_ = plan_input<Mode>(shape_, step_samples, card);
   });
   const WeightGradientPlan& plan = weight_plan_;
@@ -222,6 +240,12 @@ cudaError_t ConvGradients::launch_step(int64_t first, int64_t samples, cudaStrea
   });
 }
 
+int64_t ConvGradients::values_of_slot() const {
+  const WeightGradientPlan& plan = weight_plan_;
+  return int64_t(plan.out_blocks) * plan.in_blocks * shape_.count_windows() * plan.channel_warps *
+         kSlotValues;
+}
+
 Tensor ConvGradients::input_from(int64_t first, int64_t samples) const {
   Tensor input = conv_.input;
   input.data = static_cast<char*>(input.data) + first * input.stride[0] * bytes_of(input.dtype);
@@ -237,8 +261,8 @@ cudaError_t ConvGradients::add_to_weight(const Tensor& input, bool is_first, cud
   if (const cudaError_t status = launch_kernel(pack_rows<Mode>, pack, stream, input, input_)) return status;
   const WeightGradientWork work{
       shape_, plan, grads_, input_, slots_, !is_first, int(samples * plan.strips * plan.segments)};
-  const LaunchShape shape{dim3(plan.blocks, plan.out_blocks * plan.in_blocks), kWeightThreads,
-                          int(sizeof(WeightShared<Mode>)), false};
+  const LaunchShape shape{dim3(plan.blocks, plan.out_blocks * plan.in_blocks * shape_.count_windows()),
+                          kWeightThreads, int(sizeof(WeightShared<Mode>)), false};
   return launch_kernel(conv_weight_gradient<Mode>, shape, stream, work);
 }
 
@@ -256,10 +280,8 @@ cudaError_t ConvGradients::write_input(int64_t first, int64_t samples, cudaStrea
 
 cudaError_t ConvGradients::launch_weight(cudaStream_t stream) const {
   if (!wants_weight()) return cudaSuccess;
-  const WeightGradientPlan& plan = weight_plan_;
-  const int64_t values = int64_t(plan.out_blocks) * plan.in_blocks * plan.channel_warps * kSlotValues;
-  const LaunchShape shape{dim3(unsigned(values / kWarpThreads)), kSlotThreads, 0, false};
-  return launch_kernel(sum_weight_gradient, shape, stream, slots_, plan, shape_,
+  const LaunchShape shape{dim3(unsigned(values_of_slot() / kWarpThreads)), kSlotThreads, 0, false};
+  return launch_kernel(sum_weight_gradient, shape, stream, slots_, weight_plan_, shape_,
                        static_cast<float*>(conv_.grad_weight));
 }
 

@@ -1,5 +1,6 @@
-// The gradients of a conv's weight and input from that of its output, by the tensor cores. For 3x3 kernels of
-// stride and dilation 1; the rest is PyTorch's.
+// The gradients of a conv's weight and input from that of its output, by the tensor cores. For convs of
+// stride and dilation 1; the rest is PyTorch's. A kernel is cut into windows of 3x3 taps; some of the last
+// one's are too many.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,13 +14,17 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kTaps = 3;  // of a kernel, down and across
+constexpr int kTaps = 3;  // of a window, down and across
 
 // A conv; sizes of a sample fit in ints.
 struct ConvShape {
   int in_channels, out_channels;
   int in_size[2], out_size[2];
+  int kernel[2];
+  int windows[2];
   int padding[2];
+
+  FUSEDCONV_INLINE int count_windows() const { return windows[0] * windows[1]; }
 };
 
 // How the gradient of the weight is shared out. A block has 64 of the output's channels and 8 of the
@@ -29,7 +34,7 @@ struct WeightGradientPlan {
   int strips, strip_cols;
   int segments, strip_rows;  // into which strips are cut
   int out_blocks, in_blocks;
-  int blocks;  // for each pair of these
+  int blocks;  // for each pair of these and each window
   int slots;   // in which sums stand apart until the end
 };
 
@@ -70,6 +75,7 @@ class ConvGradients {
  private:
   bool wants_weight() const { return conv_.grad_weight != nullptr; }
   bool wants_input() const { return conv_.grad_input.data != nullptr; }
+  int64_t values_of_slot() const;
   Tensor input_from(int64_t first, int64_t samples) const;
   template <class Mode>
   cudaError_t add_to_weight(const Tensor& input, bool is_first, cudaStream_t stream) const;

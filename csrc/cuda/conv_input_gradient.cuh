@@ -30,16 +30,17 @@ struct InputGradientWork {
   int units;         // strips of all samples
 };
 
-// In shared memory: the weight's words, [steps][parts][taps across][taps down][lanes], then stages, each of
-// [strips][chunks][parts][cols] units, then the exponents of their rows.
+// In shared memory: stages, each of [strips][chunks][parts][cols] units, then the words of a window of the
+// weight, [steps][parts][taps across][taps down][lanes], then barriers of the stages.
 template <class Mode>
 struct InputLayout {
-  int weight_bytes, stage_units, bytes;
+  int stage_units, weights_at, barriers_at, bytes;
 
   FUSEDCONV_INLINE explicit InputLayout(const InputGradientPlan& plan) {
-    weight_bytes = plan.stages * kStageSteps * Mode::kParts * kStepWords * int(sizeof(uint2));
     stage_units = kInputWarps / plan.strip_warps * kStageChunks * Mode::kParts * stage_cols(plan.strip_warps);
-    bytes = weight_bytes + kStages * (stage_units * int(sizeof(uint4)) + kInputWarps * int(sizeof(int)));
+    weights_at = kStages * stage_units * int(sizeof(uint4));
+    barriers_at = weights_at + plan.stages * kStageSteps * Mode::kParts * kStepWords * int(sizeof(uint2));
+    bytes = barriers_at + kStages * int(sizeof(uint64_t));
   }
 };
 
@@ -59,9 +60,9 @@ class InputGradientBlock {
   __device__ InputGradientBlock(const InputGradientWork& work, uint8_t* shared)
       : work_(work),
         layout_(work.plan),
-        weights_(reinterpret_cast<uint2*>(shared)),
-        stages_(reinterpret_cast<uint4*>(shared + layout_.weight_bytes)),
-        exponents_(reinterpret_cast<int*>(stages_ + kStages * layout_.stage_units)),
+        stages_(reinterpret_cast<uint4*>(shared)),
+        weights_(reinterpret_cast<uint2*>(shared + layout_.weights_at)),
+        arrived_(reinterpret_cast<uint64_t*>(shared + layout_.barriers_at)),
         cols_(stage_cols(work.plan.strip_warps)),
         lane_(threadIdx.x % kWarpThreads),
         warp_(threadIdx.x / kWarpThreads),
@@ -70,9 +71,16 @@ class InputGradientBlock {
         warp_col_(warp_ % work.plan.strip_warps * kWarpPixels) {}
 
   __device__ void run() {
-    load_weights();
-    const int step = gridDim.x * strips_at_once_;
-    for (int first = blockIdx.x * strips_at_once_; first < work_.units; first += step) walk(first);
+    if (threadIdx.x < kStages) init_barrier(&arrived_[threadIdx.x], UnitCopies::kArrivals);
+    fence_async_proxy();
+    for (int i = 0; i < work_.shape.count_windows(); ++i) {
+      const WindowPlace window(work_.shape, i);
+      __syncthreads();  // of the window before, all is read
+      load_weights(window);
+      const int step = gridDim.x * strips_at_once_;
+      for (int first = blockIdx.x * strips_at_once_; first < work_.units; first += step)
+        walk(first, window, i > 0);
+    }
   }
 
  private:
@@ -87,7 +95,7 @@ class InputGradientBlock {
 
   // As lanes take it: of the column lane / 4, which is a channel of the input, rows 2 * (lane % 4) and the
   // next, and 8 further down, which are channels of the output.
-  __device__ void load_weights() {
+  __device__ void load_weights(const WindowPlace& window) {
     if (Mode::kScales) weight_exponent_ = scale_exponent(largest_weight());
     const float scale = power_of_two(weight_exponent_);
     const int count = work_.plan.stages * kStageSteps * kStepWords;
@@ -100,7 +108,9 @@ class InputGradientBlock {
       Pack<Element, 4> part[kParts];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float x = weight(channel + k / 2 * kUnitChannels + k % 2, lane / 4, down, across) * scale;
+        const float x = weight(channel + k / 2 * kUnitChannels + k % 2, lane / 4, window.down + down,
+                               window.across + across) *
+                        scale;
         part[0].element[k] = narrow<Element>(x);
         if constexpr (kParts == 2) part[1].element[k] = narrow<Element>(x - widen<float>(part[0].element[k]));
       }
@@ -112,7 +122,9 @@ class InputGradientBlock {
 
   __device__ float weight(int out_channel, int in_lane, int down, int across) const {
     const int in_channel = blockIdx.y * kUnitChannels + in_lane;
-    if (in_channel >= work_.shape.in_channels || out_channel >= work_.shape.out_channels) return 0;
+    if (in_channel >= work_.shape.in_channels || out_channel >= work_.shape.out_channels ||
+        down >= work_.shape.kernel[0] || across >= work_.shape.kernel[1])
+      return 0;
     const int64_t* stride = work_.weight.stride;
     return widen<float>(static_cast<const In*>(
         work_.weight
@@ -124,11 +136,13 @@ class InputGradientBlock {
     __shared__ unsigned most;
     if (threadIdx.x == 0) most = 0;
     __syncthreads();
+    const int rows = work_.shape.kernel[0];
+    const int cols = work_.shape.kernel[1];
     unsigned of_thread = 0;
-    for (int i = threadIdx.x; i < work_.shape.out_channels * kUnitChannels * kTaps * kTaps;
+    for (int i = threadIdx.x; i < work_.shape.out_channels * kUnitChannels * rows * cols;
          i += kInputThreads) {
-      const int rest = i / (kTaps * kTaps);
-      const float x = weight(rest / kUnitChannels, rest % kUnitChannels, i / kTaps % kTaps, i % kTaps);
+      const int rest = i / (rows * cols);
+      const float x = weight(rest / kUnitChannels, rest % kUnitChannels, i / cols % rows, i % cols);
       of_thread = max(of_thread, finite_magnitude(x));
     }
     atomicMax(&most, of_thread);
@@ -138,65 +152,77 @@ class InputGradientBlock {
 
   // ---- down a strip ----
 
-  // A step is a stage of a row, which comes in two steps before its turn.
-  __device__ void walk(int first_unit) {
+  // A step is a stage of a row, which comes in two steps before its turn. adds: to what windows before left.
+  __device__ void walk(int first_unit, const WindowPlace& window, bool adds) {
     const int steps = (work_.plan.strip_rows + kTaps - 1) * work_.plan.stages;
     const Strip strip = strip_of(first_unit + strip_of_warp_);
     __syncthreads();  // of the strips before, all is read, and the weights are written
-    load(first_unit, 0);
-    load(first_unit, 1);
+    if (warp_ == 0) {
+      load(first_unit, window, 0);
+      load(first_unit, window, 1);
+    }
     Sums sums{};
     int stage = 0;
     int row = 0;
     for (int step = 0; step < steps; ++step) {
-      __pipeline_wait_prior(1);
-      __syncthreads();
-      load(first_unit, step + 2 < steps ? step + 2 : -1);
-      multiply(stage, step % kStages, sums);
+      const int turn = count_ + step;
+      wait(&arrived_[turn % kStages], turn / kStages % 2);
+      __syncthreads();  // all have done with the step before
+      if (warp_ == 0 && step + 2 < steps) load(first_unit, window, step + 2);
+      const int y = grad_row(strip, window, row);
+      if (has_row(strip, y)) multiply(stage, turn % kStages, exponent_of_row(strip, y), sums);
       if (++stage < work_.plan.stages) continue;
-      if (row >= kTaps - 1) store(strip, strip.row + row - (kTaps - 1), sums);
+      if (row >= kTaps - 1) store(strip, strip.row + row - (kTaps - 1), sums, adds);
       move_rows(sums);
       stage = 0;
       ++row;
     }
+    count_ += steps;
   }
 
-  // step < 0: nothing, but for the count of the copies under way.
-  __device__ void load(int first_unit, int step) const {
-    if (step >= 0) {
-      const int row = step / work_.plan.stages;
-      const int first_chunk = (step - row * work_.plan.stages) * kStageChunks;
-      uint4* const to = stages_ + step % kStages * layout_.stage_units;
-      for (int s = 0; s < strips_at_once_; ++s) {
-        load_row(strip_of(first_unit + s), row, first_chunk, to + s * kStageChunks * kParts * cols_,
-                 exponents_ + step % kStages * kInputWarps + s);
-      }
-    }
-    __pipeline_commit();
+  // Of the output's gradient, counted from the first that the strip's first row meets.
+  __device__ int grad_row(const Strip& strip, const WindowPlace& window, int row) const {
+    return strip.row + row + work_.shape.padding[0] - window.down - (kTaps - 1);
+  }
+  __device__ bool has_row(const Strip& strip, int y) const {
+    return strip.exists && y >= 0 && y < work_.grads.rows;
+  }
+  __device__ int exponent_of_row(const Strip& strip, int y) const {
+    return Mode::kScales ? work_.grads.exponents[strip.sample * work_.grads.rows + y] : 0;
   }
 
-  // A row of the padded gradient of the output, counted from the first that the strip's first row meets.
-  __device__ void load_row(const Strip& strip, int row, int first_chunk, uint4* to, int* exponent) const {
+  // By a warp, for all strips.
+  __device__ void load(int first_unit, const WindowPlace& window, int step) const {
     const PackedRows& grads = work_.grads;
-    const int y = strip.row + row + work_.shape.padding[0] - (kTaps - 1);
-    const int left = strip.col + work_.shape.padding[1] - (kTaps - 1);
-    const bool has_row = strip.exists && y >= 0 && y < grads.rows;
-    const int64_t at = strip.sample * grads.rows + y;
-    const uint4* const from =
-        grads.units + at * packed_row_units(grads) + int64_t(first_chunk * kParts) * grads.cols + left;
-    const int planes = has_row ? min(grads.chunks - first_chunk, kStageChunks) * kParts : 0;
-    for (int plane = warp_; plane < kStageChunks * kParts; plane += kInputWarps) {
-      for (int col = lane_; col < cols_; col += kWarpThreads)
-        copy_unit(to + plane * cols_ + col, from + plane * grads.cols + col,
-                  plane < planes && left + col >= 0 && left + col < grads.cols);
+    const int place = (count_ + step) % kStages;
+    const int row = step / work_.plan.stages;
+    const int first_chunk = (step - row * work_.plan.stages) * kStageChunks;
+    const int planes = min(grads.chunks - first_chunk, kStageChunks) * kParts;
+    int existing = 0;
+    for (int s = 0; s < strips_at_once_; ++s) {
+      const Strip strip = strip_of(first_unit + s);
+      existing += has_row(strip, grad_row(strip, window, row));
     }
-    if (Mode::kScales && threadIdx.x == 0) copy_exponent(exponent, grads.exponents + at, has_row);
+    const UnitCopies copies(&arrived_[place], existing * planes * cols_ * int(sizeof(uint4)));
+    for (int s = 0; s < strips_at_once_; ++s) {
+      const Strip strip = strip_of(first_unit + s);
+      const int y = grad_row(strip, window, row);
+      if (!has_row(strip, y)) continue;
+      const uint4* const from = grads.units + (strip.sample * grads.rows + y) * packed_row_units(grads) +
+                                first_chunk * kParts * grads.pitch + strip.col + work_.shape.padding[1] -
+                                window.across - (kTaps - 1);
+      uint4* const to = stages_ + place * layout_.stage_units + s * kStageChunks * kParts * cols_;
+      for (int plane = 0; plane < planes; ++plane)
+        copies.copy(to + plane * cols_, from + plane * grads.pitch, cols_);
+    }
+    copies.end();
   }
 
   using Sums = float[kWarpBlocks][kTaps][4];  // of the rows that tap 0 adds to, tap 1, tap 2
 
   // The sums of a stage are rounded by themselves: the tensor cores cut off what they add up.
-  __device__ void multiply(int stage, int place, Sums& sums) const {
+  __device__ void multiply(int stage, int place, int exponent, Sums& sums) const {
+    const int steps = min(work_.grads.chunks / 2 - stage * kStageSteps, kStageSteps);
     float d[kWarpBlocks][kTaps][4]{};
     const uint4* const units = stages_ + place * layout_.stage_units +
                                (strip_of_warp_ * kStageChunks + lane_ / 16) * kParts * cols_ + warp_col_ +
@@ -204,6 +230,7 @@ class InputGradientBlock {
     const uint2* const weights = weights_ + stage * kStageSteps * kParts * kStepWords + lane_;
 #pragma unroll
     for (int step = 0; step < kStageSteps; ++step) {
+      if (step >= steps) break;
 #pragma unroll
       for (int across = 0; across < kTaps; ++across) {
         uint32_t a[kWarpBlocks][kParts][4];
@@ -233,8 +260,7 @@ class InputGradientBlock {
         }
       }
     }
-    const Unscale unscale(Mode::kScales ? exponents_[place * kInputWarps + strip_of_warp_] + weight_exponent_
-                                        : 0);
+    const Unscale unscale(exponent + weight_exponent_);
 #pragma unroll
     for (int block = 0; block < kWarpBlocks; ++block) {
 #pragma unroll
@@ -247,7 +273,7 @@ class InputGradientBlock {
   }
 
   // What the row's first tap adds to is complete.
-  __device__ void store(const Strip& strip, int row, const Sums& sums) const {
+  __device__ void store(const Strip& strip, int row, const Sums& sums, bool adds) const {
     const ConvShape& shape = work_.shape;
     if (!strip.exists || row >= shape.in_size[0]) return;
     const int map = shape.in_size[0] * shape.in_size[1];
@@ -259,8 +285,9 @@ class InputGradientBlock {
       for (int i = 0; i < 4; ++i) {
         const int col = strip.col + warp_col_ + block * 16 + i / 2 * 8 + lane_ / 4;
         const int channel = blockIdx.y * kUnitChannels + lane_ % 4 * 2 + i % 2;
-        if (col < shape.in_size[1] && channel < shape.in_channels)
-          to[channel * map + col] = narrow<In>(sums[block][0][i]);
+        if (col >= shape.in_size[1] || channel >= shape.in_channels) continue;
+        In* const place = to + channel * map + col;
+        *place = narrow<In>(adds ? widen<float>(*place) + sums[block][0][i] : sums[block][0][i]);
       }
     }
   }
@@ -279,11 +306,12 @@ class InputGradientBlock {
 
   const InputGradientWork& work_;
   const InputLayout<Mode> layout_;
-  uint2* const weights_;
   uint4* const stages_;
-  int* const exponents_;  // [kStages][strips]
+  uint2* const weights_;
+  uint64_t* const arrived_;
   const int cols_, lane_, warp_, strips_at_once_, strip_of_warp_, warp_col_;
   int weight_exponent_ = 0;
+  int count_ = 0;  // of steps so far, for the barriers' turns
 };
 
 template <class Mode>

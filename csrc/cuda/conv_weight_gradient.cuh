@@ -24,7 +24,7 @@ struct WeightGradientWork {
   WeightGradientPlan plan;
   PackedRows grads;  // of this step's samples
   PackedRows input;
-  float* slots;  // [slots][out_blocks][in_blocks][channel_warps][kSlotValues]
+  float* slots;  // [slots][out_blocks][in_blocks][windows][channel_warps][kSlotValues]
   bool adds;     // to what earlier steps left there
   int units;     // strips of all samples
 };
@@ -33,8 +33,7 @@ template <class Mode>
 struct WeightShared {
   uint4 grads[2][kBlockChunks][Mode::kParts][kMostStripCols];
   uint4 input[kInputRows][Mode::kParts][kInputCols];
-  int grad_exponents[2];
-  int input_exponents[kInputRows];
+  uint64_t arrived[2];  // barriers: of the grads and the rows of the input that come with them
 };
 
 template <class Mode>
@@ -51,11 +50,15 @@ class WeightGradientBlock {
         channel_warp_(warp_ % work.plan.channel_warps),
         part_(warp_ / work.plan.channel_warps),
         parts_(kWeightWarps / work.plan.channel_warps),
-        first_chunk_(int(blockIdx.y) / work.plan.in_blocks * kBlockChunks),
+        window_(work.shape, int(blockIdx.y) % work.shape.count_windows()),
+        first_chunk_(int(blockIdx.y) / work.shape.count_windows() / work.plan.in_blocks * kBlockChunks),
         chunks_(min(work.grads.chunks - first_chunk_, kBlockChunks)),
-        in_chunk_(blockIdx.y % work.plan.in_blocks) {}
+        in_chunk_(int(blockIdx.y) / work.shape.count_windows() % work.plan.in_blocks) {}
 
   __device__ void run() {
+    if (threadIdx.x < 2) init_barrier(&shared_.arrived[threadIdx.x], UnitCopies::kArrivals);
+    fence_async_proxy();
+    __syncthreads();
     for (int unit = blockIdx.x; unit < work_.units; unit += gridDim.x) add_strip(unit);
     write();
   }
@@ -77,60 +80,69 @@ class WeightGradientBlock {
   // Rows come in while those before are multiplied.
   __device__ void add_strip(int unit) {
     const Strip strip = strip_of(unit);
-    for (int k = 0; k < kTaps; ++k) load_input(strip, k);
-    load_grads(strip, 0);
-    for (int row = 0; row < strip.rows; ++row) {
-      wait_for_copies();
-      __syncthreads();
-      if (row + 1 < strip.rows) {
-        load_input(strip, row + kTaps);
-        load_grads(strip, row + 1);
-      }
-      if (channel_warp_ * 2 < chunks_) add_row(row);
+    if (warp_ == 0) load(strip, 0);
+    for (int row = 0; row < strip.rows; ++row, ++count_) {
+      wait(&shared_.arrived[count_ % 2], count_ / 2 % 2);
+      __syncthreads();  // all have done with the rows before
+      if (warp_ == 0 && row + 1 < strip.rows) load(strip, row + 1);
+      if (channel_warp_ * 2 < chunks_) add_row(strip, row);
     }
     __syncthreads();  // the next strip writes where this one's rows stand
   }
 
-  __device__ void load_grads(const Strip& strip, int row) const {
+  // By a warp. A row of the output's gradient, and of the input those that it is the first to meet.
+  __device__ void load(const Strip& strip, int row) const {
     const PackedRows& grads = work_.grads;
-    const int64_t at = strip.sample * grads.rows + strip.first_row + row;
-    const uint4* from = grads.units + at * packed_row_units(grads) + strip.col +
-                        int64_t(first_chunk_ * kParts + warp_) * grads.cols + lane_;
-    uint4* to = &shared_.grads[row % 2][0][0][0] + warp_ * kMostStripCols + lane_;
-    const int cols = grads.cols - strip.col - lane_;  // that are left of the row
-    for (int plane = warp_; plane < chunks_ * kParts; plane += kWeightWarps) {
-      for (int col = 0; col < work_.plan.strip_cols; col += kWarpThreads)
-        copy_unit(to + col, from + col, col < cols);
-      from += kWeightWarps * grads.cols;
-      to += kWeightWarps * kMostStripCols;
+    const PackedRows& input = work_.input;
+    const int stage = (count_ + (row > 0)) % 2;
+    const int planes = chunks_ * kParts;
+    const int cols = work_.plan.strip_cols;
+    const int first_tap = row > 0 ? kTaps - 1 : 0;
+    int input_rows = 0;
+    for (int tap = first_tap; tap < kTaps; ++tap) input_rows += has_input(strip, row + tap);
+    const int units = planes * cols + input_rows * kParts * (cols + kTaps - 1);
+    const UnitCopies copies(&shared_.arrived[stage], units * int(sizeof(uint4)));
+    const uint4* from = grads.units +
+                        (strip.sample * grads.rows + strip.first_row + row) * packed_row_units(grads) +
+                        first_chunk_ * kParts * grads.pitch + strip.col;
+    for (int plane = 0; plane < planes; ++plane)
+      copies.copy(&shared_.grads[stage][0][0][0] + plane * kMostStripCols, from + plane * grads.pitch, cols);
+    for (int tap = first_tap; tap < kTaps; ++tap) {
+      if (!has_input(strip, row + tap)) continue;
+      from = input.units +
+             (strip.sample * input.rows + input_row(strip, row + tap)) * packed_row_units(input) +
+             in_chunk_ * kParts * input.pitch + strip.col + window_.across - work_.shape.padding[1];
+      for (int part = 0; part < kParts; ++part)
+        copies.copy(shared_.input[(row + tap) % kInputRows][part], from + part * input.pitch,
+                    cols + kTaps - 1);
     }
-    if (Mode::kScales && threadIdx.x == 0)
-      copy_exponent(&shared_.grad_exponents[row % 2], grads.exponents + at, true);
+    copies.end();
   }
 
-  // A row of the padded input, counted from the first one that the strip's first row meets.
-  __device__ void load_input(const Strip& strip, int row) const {
-    const PackedRows& input = work_.input;
-    const int y = strip.first_row + row - work_.shape.padding[0];
-    const bool has_row = y >= 0 && y < input.rows;
-    const int64_t at = strip.sample * input.rows + y;
-    const int left = strip.col - work_.shape.padding[1];
-    const int cols = work_.plan.strip_cols + kTaps - 1;
-    for (int i = threadIdx.x; i < kParts * kInputCols; i += kWeightThreads) {
-      const int part = i / kInputCols;
-      const int col = i % kInputCols;
-      const int x = left + col;
-      if (col >= cols) continue;
-      const uint4* const from =
-          input.units + at * packed_row_units(input) + int64_t(in_chunk_ * kParts + part) * input.cols + x;
-      copy_unit(&shared_.input[row % kInputRows][part][col], from, has_row && x >= 0 && x < input.cols);
-    }
-    if (Mode::kScales && threadIdx.x == kWarpThreads)
-      copy_exponent(&shared_.input_exponents[row % kInputRows], input.exponents + at, has_row);
+  // Of the input, counted from the first one that the strip's first row meets.
+  __device__ int input_row(const Strip& strip, int row) const {
+    return strip.first_row + row + window_.down - work_.shape.padding[0];
+  }
+  __device__ bool has_input(const Strip& strip, int row) const {
+    const int y = input_row(strip, row);
+    return y >= 0 && y < work_.input.rows;
+  }
+
+  __device__ int exponent_of_row(const PackedRows& packed, const Strip& strip, int row) const {
+    return Mode::kScales ? packed.exponents[strip.sample * packed.rows + row] : 0;
   }
 
   // The sums of a row are rounded by themselves: the tensor cores cut off what they add up.
-  __device__ void add_row(int row) {
+  __device__ void add_row(const Strip& strip, int row) {
+    const int grad_exponent = exponent_of_row(work_.grads, strip, strip.first_row + row);
+    int exponents[kTaps];
+    bool exists[kTaps];
+#pragma unroll
+    for (int y = 0; y < kTaps; ++y) {
+      exists[y] = has_input(strip, row + y);
+      exponents[y] =
+          grad_exponent + (exists[y] ? exponent_of_row(work_.input, strip, input_row(strip, row + y)) : 0);
+    }
     float d[kTaps][kTaps][4]{};
 #pragma unroll 1
     for (int col = part_ * kStepPixels; col < work_.plan.strip_cols; col += parts_ * kStepPixels) {
@@ -138,13 +150,13 @@ class WeightGradientBlock {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         // Channels 0 to 7 and 8 to 15 of the first pixels, then of the next.
-        const uint4* const from =
-            &shared_
-                 .grads[row % 2][channel_warp_ * 2 + lane_ / 8 % 2][part][col + lane_ / 16 * 8 + lane_ % 8];
+        const uint4* const from = &shared_.grads[count_ % 2][channel_warp_ * 2 + lane_ / 8 % 2][part]
+                                                [col + lane_ / 16 * 8 + lane_ % 8];
         load_transposed(a[part], shared_address(from));
       }
 #pragma unroll
       for (int y = 0; y < kTaps; ++y) {
+        if (!exists[y]) continue;
         uint32_t b[kTaps][kParts][2];
         load_input_steps(b, row + y, col);
 #pragma unroll
@@ -156,9 +168,7 @@ class WeightGradientBlock {
     }
 #pragma unroll
     for (int y = 0; y < kTaps; ++y) {
-      const Unscale unscale(Mode::kScales ? shared_.grad_exponents[row % 2] +
-                                                shared_.input_exponents[(row + y) % kInputRows]
-                                          : 0);
+      const Unscale unscale(exponents[y]);
 #pragma unroll
       for (int x = 0; x < kTaps; ++x) {
 #pragma unroll
@@ -212,8 +222,10 @@ class WeightGradientBlock {
   const WeightGradientWork& work_;
   Shared& shared_;
   const int lane_, warp_, channel_warp_, part_, parts_;
+  const WindowPlace window_;
   const int first_chunk_, chunks_;  // of the output's channels
   const int in_chunk_;
+  int count_ = 0;  // of rows so far, for the barriers' turns
   float sums_[kTaps][kTaps][4]{};
 };
 
@@ -235,7 +247,8 @@ __global__ void __launch_bounds__(kSlotThreads)
   __shared__ double of_line[kLines][kWarpThreads];
   const int line = threadIdx.x / kWarpThreads;
   const int lane = threadIdx.x % kWarpThreads;
-  const int64_t values = int64_t(plan.out_blocks) * plan.in_blocks * plan.channel_warps * kSlotValues;
+  const int64_t values =
+      int64_t(plan.out_blocks) * plan.in_blocks * shape.count_windows() * plan.channel_warps * kSlotValues;
   const int64_t value = int64_t(blockIdx.x) * kWarpThreads + lane;  // the blocks divide them
   double sum = 0;
 #pragma unroll 4
@@ -250,10 +263,17 @@ __global__ void __launch_bounds__(kSlotThreads)
   rest /= kUnitChannels;
   const int out_lane = int(rest % (kWarpChannels * plan.channel_warps));
   rest /= kWarpChannels * plan.channel_warps;
+  const WindowPlace window(shape, int(rest % shape.count_windows()));
+  rest /= shape.count_windows();
   const int in_channel = int(rest % plan.in_blocks) * kUnitChannels + in_lane;
   const int out_channel = int(rest / plan.in_blocks) * kBlockChannels + out_lane;
-  if (in_channel >= shape.in_channels || out_channel >= shape.out_channels) return;
-  grad[(int64_t(out_channel) * shape.in_channels + in_channel) * kTaps * kTaps + tap] = float(sum);
+  const int down = window.down + tap / kTaps;
+  const int across = window.across + tap % kTaps;
+  if (in_channel >= shape.in_channels || out_channel >= shape.out_channels || down >= shape.kernel[0] ||
+      across >= shape.kernel[1])
+    return;
+  grad[((int64_t(out_channel) * shape.in_channels + in_channel) * shape.kernel[0] + down) * shape.kernel[1] +
+       across] = float(sum);
 }
 
 }  // namespace FUSEDCONV_TARGET

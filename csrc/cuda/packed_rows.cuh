@@ -12,25 +12,24 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 constexpr int kUnitChannels = 8;
+// Those before the first row are zeros; those behind the last may be read, and are anything.
+constexpr int kGuardUnits = 256;
+constexpr int kZeroGuardUnits = 32;
 
 struct PackedRows {
-  uint4* units;    // [samples][rows][chunks][parts][cols], a unit each
-  int* exponents;  // [samples][rows]: values were multiplied by two to this power; null where none were
+  uint4* units;    // [samples][rows][chunks][parts][pitch], a unit each; kGuardUnits before and behind
+  int* exponents;  // [samples][rows]: values were multiplied by two to this power, if the mode scales
   int channels;
   int chunks;  // of 8 channels, even: zeros are added to the last
   int parts;
   int rows, cols;
+  int pitch;  // from cols on zeros: they are also what stands before the next row
 };
 
 inline int chunks_of(int channels) { return (channels + 2 * kUnitChannels - 1) / (2 * kUnitChannels) * 2; }
 
-// Of one sample.
-inline int64_t packed_units(const PackedRows& packed) {
-  return int64_t(packed.rows) * packed.chunks * packed.parts * packed.cols;
-}
-
-__device__ inline int64_t packed_row_units(const PackedRows& packed) {
-  return int64_t(packed.chunks) * packed.parts * packed.cols;
+FUSEDCONV_INLINE int64_t packed_row_units(const PackedRows& packed) {
+  return int64_t(packed.chunks) * packed.parts * packed.pitch;
 }
 
 // The bits of a magnitude, for the largest one of a row; what is not finite has no say in the scale.
@@ -49,14 +48,15 @@ __device__ void pack_row(const PackedRows& to, int64_t row, const float* values,
   const float scale = power_of_two(exponent);
   if (Mode::kScales && threadIdx.x == 0) to.exponents[row] = exponent;
   uint4* const units = to.units + row * packed_row_units(to);
+  if (row == 0 && threadIdx.x < kZeroGuardUnits) units[-1 - int(threadIdx.x)] = {};
   constexpr int kWarps = kThreads / 32;
   for (int chunk = threadIdx.x / 32; chunk < to.chunks; chunk += kWarps) {
-    for (int col = threadIdx.x % 32; col < to.cols; col += 32) {
+    for (int col = threadIdx.x % 32; col < to.pitch; col += 32) {
       Pack<Element, kUnitChannels> part[Mode::kParts];
 #pragma unroll
       for (int k = 0; k < kUnitChannels; ++k) {
         const int c = chunk * kUnitChannels + k;
-        const float x = c < to.channels ? values[c * pitch + col] * scale : 0.0f;
+        const float x = c < to.channels && col < to.cols ? values[c * pitch + col] * scale : 0.0f;
         part[0].element[k] = narrow<Element>(x);
         if constexpr (Mode::kParts == 2)
           part[1].element[k] = narrow<Element>(x - widen<float>(part[0].element[k]));
@@ -65,7 +65,7 @@ __device__ void pack_row(const PackedRows& to, int64_t row, const float* values,
       for (int p = 0; p < Mode::kParts; ++p) {
         uint4 unit;
         memcpy(&unit, &part[p], sizeof(unit));
-        units[(chunk * Mode::kParts + p) * to.cols + col] = unit;
+        units[(chunk * Mode::kParts + p) * to.pitch + col] = unit;
       }
     }
   }
