@@ -127,15 +127,12 @@ __device__ NormGradient<T> norm_gradient_of(const BackwardWork<T>& work, const S
 }
 
 template <class Chain, class T>
-__device__ NormGradient<T> whole_norm_gradient_of(const BackwardWork<T>& work, const Slice& slice) {
-  NormGradient<T> norm = norm_gradient_of<Chain>(work, slice);
-  if constexpr (Chain::kNeedsStatistics) {
-    const int64_t group = work.by_group_channels.divide(slice.channel);
-    const GroupMeans<T> means = work.means[slice.sample * work.arguments.num_groups + group];
-    norm.mean = means.mean;
-    norm.mean_product = means.mean_product;
-  }
-  return norm;
+__device__ NormGradient<T> whole_norm_gradient_of(const BackwardWork<T>& work, int64_t sample, int64_t c) {
+  const Norm<T> norm = norm_at<Chain>(work, sample, c);
+  if constexpr (!Chain::kNeedsStatistics) return {norm.scale, norm.shift, T(0), T(0)};
+  const int64_t group = work.by_group_channels.divide(c);
+  const GroupMeans<T> means = work.means[sample * work.arguments.num_groups + group];
+  return {norm.scale, norm.shift, means.mean, means.mean_product};
 }
 
 // What comes after the norm reads or makes, summed before the gradient of the norm is known.

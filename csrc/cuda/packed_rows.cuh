@@ -50,23 +50,24 @@ __device__ void pack_row(const PackedRows& to, int64_t row, const float* values,
   uint4* const units = to.units + row * packed_row_units(to);
   if (row == 0 && threadIdx.x < kZeroGuardUnits) units[-1 - int(threadIdx.x)] = {};
   constexpr int kWarps = kThreads / 32;
-  for (int chunk = threadIdx.x / 32; chunk < to.chunks; chunk += kWarps) {
-    for (int col = threadIdx.x % 32; col < to.pitch; col += 32) {
-      Pack<Element, kUnitChannels> part[Mode::kParts];
+  int chunk = threadIdx.x / 32;  // a warp has 32 columns of one at a time
+  for (int col = threadIdx.x % 32;; chunk += kWarps) {
+    for (; chunk >= to.chunks; chunk -= to.chunks) col += 32;
+    if (col >= to.pitch) break;
+    Pack<Element, kUnitChannels> part[Mode::kParts];
 #pragma unroll
-      for (int k = 0; k < kUnitChannels; ++k) {
-        const int c = chunk * kUnitChannels + k;
-        const float x = c < to.channels && col < to.cols ? values[c * pitch + col] * scale : 0.0f;
-        part[0].element[k] = narrow<Element>(x);
-        if constexpr (Mode::kParts == 2)
-          part[1].element[k] = narrow<Element>(x - widen<float>(part[0].element[k]));
-      }
+    for (int k = 0; k < kUnitChannels; ++k) {
+      const int c = chunk * kUnitChannels + k;
+      const float x = c < to.channels && col < to.cols ? values[c * pitch + col] * scale : 0.0f;
+      part[0].element[k] = narrow<Element>(x);
+      if constexpr (Mode::kParts == 2)
+        part[1].element[k] = narrow<Element>(x - widen<float>(part[0].element[k]));
+    }
 #pragma unroll
-      for (int p = 0; p < Mode::kParts; ++p) {
-        uint4 unit;
-        memcpy(&unit, &part[p], sizeof(unit));
-        units[(chunk * Mode::kParts + p) * to.pitch + col] = unit;
-      }
+    for (int p = 0; p < Mode::kParts; ++p) {
+      uint4 unit;
+      memcpy(&unit, &part[p], sizeof(unit));
+      units[(chunk * Mode::kParts + p) * to.pitch + col] = unit;
     }
   }
 }

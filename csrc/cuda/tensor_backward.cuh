@@ -7,7 +7,7 @@
 
 #include <variant>
 
-#include "tensor_gradient.cuh"
+#include "tensor_pack_gradient.cuh"
 #include "tensor_pieces.cuh"
 #include "workspace.cuh"
 
@@ -18,10 +18,12 @@ inline namespace FUSEDCONV_TARGET {
 template <class Chain, class T>
 class BackwardRun {
  public:
-  BackwardRun(const BackwardProblem& problem, int64_t step_samples, Workspace& workspace,
+  // packs: steps give packed rows.
+  BackwardRun(const BackwardProblem& problem, int64_t step_samples, bool packs, Workspace& workspace,
               const cuda::Card& card)
       : problem_(problem),
         card_(card),
+        packs_(packs),
         samples_(problem.v.size[0]),
         channels_(problem.v.size[1]),
         pixels_(problem.v.size[2] * problem.v.size[3]),
@@ -36,35 +38,33 @@ class BackwardRun {
   cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
                           cudaStream_t stream) const {
     if (!runs_) return cudaSuccess;
-    if (!fits()) return cudaErrorInvalidValue;
     const BackwardWork<T> work = work_of(first_sample, samples, v, problem_.wants_v ? grad_v : nullptr);
     bool overlaps = false;  // with the kernel before; the first one does not
-    const auto launch = [&](auto* kernel, int64_t blocks) {
-      const LaunchShape shape{grid_of(blocks, 1), kPlaneThreads, 0, overlaps};
-      overlaps = card_.overlaps_kernels;
-      return launch_kernel(kernel, shape, stream, work);
-    };
-    if constexpr (kNeedsStatistics) {
-      if (const cudaError_t status = launch_unit_norms(samples, v, stream)) return status;
-      overlaps = card_.overlaps_kernels;
-    }
-    if constexpr (kPools) {
-      if (const cudaError_t status = launch(max_pool_table<Chain, T>, blocks_of(work.windows))) return status;
-    } else if constexpr (kReducesChannels) {
-      if (const cudaError_t status = launch(logsumexp_table<Chain, T>, samples * work.blocks_per_sample))
-        return status;
-    }
-    if constexpr (kNeedsStatistics && !kPools) {
-      if (const cudaError_t status = launch(sums_after_norm<Chain, T>, blocks_of(work.planes))) return status;
-    }
+    if (const cudaError_t status = launch_before_gradient(work, overlaps, stream)) return status;
     if (!writes_) return cudaSuccess;
-    if constexpr (kNeedsStatistics) {
-      if (const cudaError_t status =
-              launch_group_means<T>(work.after_norm, samples, channels_, pixels_, problem_.arguments,
-                                    work.norms, work.means, overlaps, stream))
-        return status;
-    }
-    return launch(write_gradient<Chain, T>, blocks_of(work.planes));
+    return launch_planes(write_gradient<Chain, T>, blocks_of(work.planes), work, overlaps, stream);
+  }
+
+  cudaError_t launch_packed_step(int64_t first_sample, int64_t samples, const void* v,
+                                 const PackedRows& grad_v, cudaStream_t stream) const {
+    if (!runs_) return cudaSuccess;
+    PackWork pack{work_of(first_sample, samples, v, nullptr), grad_v, problem_.conv->input.dtype, {}};
+    if (!problem_.wants_v) pack.to.units = nullptr;
+    pack.shape = pack_shape(grad_v, samples, pack_width(pack.work), int(kPools ? pooled(1) : 0));
+    bool overlaps = false;
+    if (const cudaError_t status = launch_before_gradient(pack.work, overlaps, stream)) return status;
+    if (!writes_) return cudaSuccess;
+    const LaunchShape shape{grid_of(samples * grad_v.rows, 1), kPackThreads,
+                            int(PackMemory<Chain>::bytes(channels_, pack.shape.pitch)), overlaps};
+    return launch_kernel(pack_gradient<Chain>, shape, stream, pack);
+  }
+
+  static bool may_pack(const BackwardProblem& problem, const cuda::Card& card) {
+    const int64_t* size = problem.v.size;
+    const int64_t most = card.shared_bytes / int64_t(sizeof(float));
+    return problem.v.dtype == DType::kFloat32 && problem.conv != nullptr && size[1] <= most &&
+           size[3] <= most && size[2] <= INT32_MAX &&
+           PackMemory<Chain>::bytes(size[1], pack_pitch(size[3])) <= card.shared_bytes;
   }
 
   cudaError_t launch_parameters(cudaStream_t stream) const {
@@ -77,6 +77,11 @@ class BackwardRun {
     }
     if (!any) return cudaSuccess;
     return launch_parameter_gradients<T>(gradients, samples_, channels_, stream);
+  }
+
+  static cudaError_t load_packing(const cuda::Card& card) {
+    return cudaFuncSetAttribute(pack_gradient<Chain>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                card.shared_bytes);
   }
 
   static cudaError_t load() {
@@ -96,6 +101,42 @@ class BackwardRun {
   static constexpr bool kNeedsStatistics = Chain::kNeedsStatistics;
   static constexpr bool kPools = Chain::Reduce::kPools;
   static constexpr bool kReducesChannels = Chain::Reduce::kReducesChannels;
+
+  // ---- launches ----
+
+  static cudaError_t launch_planes(void (*kernel)(BackwardWork<T>), int64_t blocks,
+                                   const BackwardWork<T>& work, bool overlaps, cudaStream_t stream) {
+    return launch_kernel(kernel, {grid_of(blocks, 1), kPlaneThreads, 0, overlaps}, stream, work);
+  }
+
+  // All that the gradient of v at a place takes, and the sums behind the norm.
+  cudaError_t launch_before_gradient(const BackwardWork<T>& work, bool& overlaps, cudaStream_t stream) const {
+    if (!fits()) return cudaErrorInvalidValue;
+    const auto launch = [&](auto* kernel, int64_t blocks) {
+      const cudaError_t status = launch_planes(kernel, blocks, work, overlaps, stream);
+      overlaps = card_.overlaps_kernels;
+      return status;
+    };
+    if constexpr (kNeedsStatistics) {
+      if (const cudaError_t status = launch_unit_norms(work.samples, work.v.data, stream)) return status;
+      overlaps = card_.overlaps_kernels;
+    }
+    if constexpr (kPools) {
+      if (const cudaError_t status = launch(max_pool_table<Chain, T>, blocks_of(work.windows))) return status;
+    } else if constexpr (kReducesChannels) {
+      if (const cudaError_t status = launch(logsumexp_table<Chain, T>, work.samples * work.blocks_per_sample))
+        return status;
+    }
+    if constexpr (kNeedsStatistics && !kPools) {
+      if (const cudaError_t status = launch(sums_after_norm<Chain, T>, blocks_of(work.planes))) return status;
+    }
+    if constexpr (kNeedsStatistics) {
+      if (writes_)
+        return launch_group_means<T>(work.after_norm, work.samples, channels_, pixels_, problem_.arguments,
+                                     work.norms, work.means, overlaps, stream);
+    }
+    return cudaSuccess;
+  }
 
   // ---- what is wanted ----
 
@@ -136,9 +177,10 @@ class BackwardRun {
   // ---- memory ----
 
   void take_memory(int64_t step_samples, Workspace& workspace) {
-    after_norm_ =
-        take_sums(kAfterNorm<Chain>, kinds(true, {kOfNormWeight, kOfNormBias}), window_plane_, workspace);
-    if (writes_) of_all_ = take_sums(kOfAll<Chain>, 0, plane_, workspace);
+    after_norm_ = take_sums(kAfterNorm<Chain>, kinds(true, {kOfNormWeight, kOfNormBias}),
+                            window_plane_.slices, workspace);
+    if (writes_)
+      of_all_ = take_sums(kOfAll<Chain>, 0, packs_ ? problem_.v.size[2] : plane_.slices, workspace);
     if constexpr (kNeedsStatistics) {
       norms_ = workspace.take<Norm<T>>(step_samples * channels_);
       means_ = workspace.take<GroupMeans<T>>(step_samples * groups());
@@ -158,12 +200,12 @@ class BackwardRun {
   }
 
   // Those of the mask that are wanted or always needed.
-  PartialSums take_sums(unsigned mask, unsigned needed, const PlaneSlices& slices, Workspace& workspace) {
-    PartialSums sums{{}, slices.slices};
+  PartialSums take_sums(unsigned mask, unsigned needed, int64_t slices, Workspace& workspace) {
+    PartialSums sums{{}, slices};
     for (int kind = 0; kind < kGradientKinds; ++kind) {
       const bool is_needed = (needed >> kind & 1) != 0 || wanted(kind) != nullptr;
       if ((mask >> kind & 1) != 0 && is_needed)
-        sums.of[kind] = workspace.take<double>(samples_ * channels_ * slices.slices);
+        sums.of[kind] = workspace.take<double>(samples_ * channels_ * slices);
     }
     return sums;
   }
@@ -226,7 +268,7 @@ class BackwardRun {
 
   void set_shape(BackwardWork<T>& work, int64_t samples) const {
     constexpr bool kIsPointwise = Chain::Reduce::kStores && !kHasChannels<Chain>;
-    if (kIsPointwise && problem_.conv_bias == nullptr) {  // planes are nothing of their own
+    if (kIsPointwise && !packs_ && problem_.conv_bias == nullptr) {  // planes are nothing of their own
       work.samples = 1;
       work.channels = 1;
       work.pixels = samples * channels_ * pixels_;
@@ -246,6 +288,16 @@ class BackwardRun {
     };
     return work.pixels % kWidth<T> == 0 && may_start(work.v) && may_start(work.grad_v) &&
            (kPools || may_start(work.grad));
+  }
+
+  // Elements of a load, of which every row is made.
+  int pack_width(const BackwardWork<T>& work) const {
+    const auto may_start = [](const Elements& elements) {
+      return is_aligned(elements.data, kPackWidth * bytes_of(elements.dtype));
+    };
+    const bool is_wide = problem_.v.size[3] % kPackWidth == 0 && may_start(work.v) &&
+                         (!Chain::Reduce::kStores || may_start(work.grad));
+    return is_wide ? kPackWidth : 1;
   }
 
   void set_pool(BackwardWork<T>& work) const {
@@ -283,6 +335,7 @@ class BackwardRun {
 
   const BackwardProblem problem_;
   const cuda::Card card_;
+  const bool packs_;
   const int64_t samples_;
   const int64_t channels_;
   const int64_t pixels_;
@@ -308,9 +361,10 @@ class BackwardRun {
 template <class Chain>
 class TensorBackward {
  public:
+  // packs: all steps are launch_packed_step()'s, else all are launch_step()'s.
   TensorBackward(const BackwardProblem& problem, int64_t step_samples, Workspace& workspace,
-                 const cuda::Card& card)
-      : run_(make_run(problem, step_samples, workspace, card)) {}
+                 const cuda::Card& card, bool packs = false)
+      : run_(make_run(problem, step_samples, packs, workspace, card)) {}
 
   // Queues the gradient of v of `samples` samples from `first_sample` on. v (problem.v.dtype) and grad_v
   // (problem.grad_v_dtype) are contiguous memory of these samples alone; the rest is of all samples.
@@ -320,12 +374,29 @@ class TensorBackward {
         [&](const auto& run) { return run.launch_step(first_sample, samples, v, grad_v, stream); }, run_);
   }
 
+  // The same, but grad_v, also of these samples alone, is what the gradients of problem.conv take. For
+  // problems that may_pack().
+  cudaError_t launch_packed_step(int64_t first_sample, int64_t samples, const void* v,
+                                 const PackedRows& grad_v, cudaStream_t stream) const {
+    return std::get<BackwardRun<Chain, float>>(run_).launch_packed_step(first_sample, samples, v, grad_v,
+                                                                        stream);
+  }
+
+  static bool may_pack(const BackwardProblem& problem, const cuda::Card& card) {
+    return BackwardRun<Chain, float>::may_pack(problem, card);
+  }
+
   // After the steps of all samples: the gradients of the parameters, each the sum over a channel of all.
   cudaError_t launch_parameters(cudaStream_t stream) const {
     return std::visit([&](const auto& run) { return run.launch_parameters(stream); }, run_);
   }
 
-  // Loads every kernel onto the current device.
+  // Loads the kernel of packed steps onto the current device.
+  static cudaError_t load_packing(const cuda::Card& card) {
+    return BackwardRun<Chain, float>::load_packing(card);
+  }
+
+  // Loads all others.
   static cudaError_t load() {
     if (const cudaError_t status = BackwardRun<Chain, float>::load()) return status;
     if (const cudaError_t status = BackwardRun<Chain, double>::load()) return status;
@@ -341,11 +412,11 @@ class TensorBackward {
  private:
   using Run = std::variant<BackwardRun<Chain, float>, BackwardRun<Chain, double>>;
 
-  static Run make_run(const BackwardProblem& problem, int64_t step_samples, Workspace& workspace,
+  static Run make_run(const BackwardProblem& problem, int64_t step_samples, bool packs, Workspace& workspace,
                       const cuda::Card& card) {
     if (problem.v.dtype == DType::kFloat64)
-      return BackwardRun<Chain, double>(problem, step_samples, workspace, card);
-    return BackwardRun<Chain, float>(problem, step_samples, workspace, card);
+      return BackwardRun<Chain, double>(problem, step_samples, packs, workspace, card);
+    return BackwardRun<Chain, float>(problem, step_samples, packs, workspace, card);
   }
 
   Run run_;

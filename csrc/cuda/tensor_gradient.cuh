@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
   wait_for_earlier_kernels();
   const Slice slice(work.planes);
   const Channel<T> channel = channel_of_warp<Chain>(work, slice);
-  const NormGradient<T> norm = whole_norm_gradient_of<Chain>(work, slice);
+  const NormGradient<T> norm = whole_norm_gradient_of<Chain>(work, slice.sample, slice.channel);
   T sums[kGradientKinds]{};
   visit_count(work, [&](auto count) {
     constexpr int kCount = decltype(count)::value;
