@@ -2,7 +2,7 @@
 // and the conv's. So the memory that it takes does not grow with the batch. Reads from top to bottom.
 #pragma once
 
-#include "conv_gradients.h"
+#include "conv_gradients.cuh"
 #include "kernels.h"
 #include "tensor_backward.cuh"
 #include "workspace.cuh"
@@ -10,8 +10,10 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Of a step's v: as many samples as fill the card, and little of its memory.
-constexpr int64_t kBackwardStepBytes = int64_t(256) << 20;
+// Of v, for the chain's part: so much stays in the L2 cache until it has been read for the last time.
+constexpr int64_t kChainStepBytes = int64_t(32) << 20;
+// Of the gradient of v, for the conv's part, whose kernels each fill the card for a while.
+constexpr int64_t kConvStepBytes = int64_t(256) << 20;
 
 // A launch, or, from a null workspace, what memory it would take.
 template <class Chain>
@@ -23,52 +25,45 @@ class ConvBackwardRun {
         plan_(plan),
         card_(card),
         workspace_(memory),
-        v_(workspace_.take<float>(values_of_step())),
-        grad_v_(is_in_place() ? v_ : take_values(problem.grad_v_dtype)),
+        v_(workspace_.take<float>(element_count(problem.v) / problem.v.size[0] * plan.chain_samples)),
         conv_workspace_(workspace_.take<char>(
-            cuda::identity.workspace(conv_problem(0, plan.step_samples), plan.conv, card))),
-        chain_(problem, plan.step_samples, workspace_, card),
-        gradients_(problem, plan.step_samples, workspace_.take<char>(0), card) {}
+            cuda::identity.workspace(conv_problem(0, plan.chain_samples), plan.conv, card))),
+        chain_(problem, plan.chain_samples, workspace_, card, true),
+        gradients_(problem, plan.conv_samples, workspace_.take<char>(0), card) {}
 
   size_t workspace_bytes() const { return workspace_.bytes() + gradients_.workspace_bytes(); }
 
   cudaError_t launch(cudaStream_t stream) const {
     const int64_t samples = problem_.v.size[0];
-    for (int64_t first = 0; first < samples; first += plan_.step_samples) {
-      if (const cudaError_t status =
-              launch_step(first, std::min(plan_.step_samples, samples - first), stream))
-        return status;
+    for (int64_t first = 0; first < samples; first += plan_.conv_samples) {
+      const int64_t end = std::min(first + plan_.conv_samples, samples);
+      for (int64_t n = first; n < end; n += plan_.chain_samples) {
+        const cudaError_t status = launch_chain(n, std::min(plan_.chain_samples, end - n), n - first, stream);
+        if (status != cudaSuccess) return status;
+      }
+      if (const cudaError_t status = gradients_.launch_step(first, end - first, stream)) return status;
     }
     if (const cudaError_t status = chain_.launch_parameters(stream)) return status;
     return gradients_.launch_weight(stream);
   }
 
-  // The conv of some samples, as a problem of its own. No memory is needed for its plan.
-  Problem conv_problem(int64_t first, int64_t samples) const {
-    Problem conv{problem_.conv->input, &problem_.conv->conv, {}, problem_.v};
-    conv.input.data = static_cast<char*>(conv.input.data) +
-                      first * conv.input.stride[0] * int64_t(bytes_of(conv.input.dtype));
-    conv.output.data = v_;
-    conv.input.size[0] = conv.output.size[0] = samples;
-    return conv;
-  }
-
  private:
-  cudaError_t launch_step(int64_t first, int64_t samples, cudaStream_t stream) const {
+  // place: of the samples in the step of the conv's part.
+  cudaError_t launch_chain(int64_t first, int64_t samples, int64_t place, cudaStream_t stream) const {
     if (const cudaError_t status =
             cuda::identity.launch(conv_problem(first, samples), plan_.conv, conv_workspace_, card_, stream))
       return status;
-    if (const cudaError_t status = chain_.launch_step(first, samples, v_, grad_v_, stream)) return status;
-    return gradients_.launch_step(first, samples, grad_v_, stream);
+    return chain_.launch_packed_step(first, samples, v_, samples_from(gradients_.grads(), place), stream);
   }
 
-  // Without a reduction v's gradient takes the place of v.
-  bool is_in_place() const { return Chain::Reduce::kStores && problem_.grad_v_dtype == problem_.v.dtype; }
-
-  void* take_values(DType dtype) { return workspace_.take<char>(values_of_step() * bytes_of(dtype)); }
-
-  int64_t values_of_step() const {
-    return element_count(problem_.v) / problem_.v.size[0] * plan_.step_samples;
+  // The conv of some samples, as a problem of its own.
+  Problem conv_problem(int64_t first, int64_t samples) const {
+    Problem conv{problem_.conv->input, &problem_.conv->conv, {}, problem_.v};
+    conv.input.data =
+        static_cast<char*>(conv.input.data) + first * conv.input.stride[0] * bytes_of(conv.input.dtype);
+    conv.output.data = v_;
+    conv.input.size[0] = conv.output.size[0] = samples;
+    return conv;
   }
 
   const BackwardProblem& problem_;
@@ -76,10 +71,9 @@ class ConvBackwardRun {
   const cuda::Card card_;
   Workspace workspace_;
   float* const v_;
-  void* const grad_v_;
   void* const conv_workspace_;
   const TensorBackward<Chain> chain_;
-  const cuda::ConvGradients gradients_;
+  const ConvGradients gradients_;
 };
 
 // The same where v is given, whose gradient the caller has memory for.
@@ -87,7 +81,7 @@ template <class Chain>
 class GivenBackwardRun {
  public:
   GivenBackwardRun(const BackwardProblem& problem, void* memory, const cuda::Card& card)
-      : problem_(problem), workspace_(memory), chain_(problem, problem.v.size[0], workspace_, card) {}
+      : problem_(problem), workspace_(memory), chain_(problem, problem.v.size[0], workspace_, card, false) {}
 
   size_t workspace_bytes() const { return workspace_.bytes(); }
 
@@ -107,11 +101,11 @@ class GivenBackwardRun {
 template <class Chain, bool kHasConv>
 struct ChainBackward {
   static cuda::BackwardPlan plan(const BackwardProblem& problem, const cuda::Card& card) {
-    if (element_count(problem.v) == 0) return {true, "nothing to do", {}, 0, 0};
+    if (element_count(problem.v) == 0) return {true, "nothing to do", {}, 0, 0, 0};
     if (problem.conv == nullptr)
-      return {true, "", {}, 0, GivenBackwardRun<Chain>(problem, nullptr, card).workspace_bytes()};
+      return {true, "", {}, 0, 0, GivenBackwardRun<Chain>(problem, nullptr, card).workspace_bytes()};
     if constexpr (kHasConv) return plan_with_conv(problem, card);
-    return {false, "two-step, the chain has no conv", {}, 0, 0};
+    return {false, "two-step, the chain has no conv", {}, 0, 0, 0};
   }
 
   static cudaError_t launch(const BackwardProblem& problem, const cuda::BackwardPlan& plan, void* workspace,
@@ -124,22 +118,27 @@ struct ChainBackward {
 
   static cudaError_t load(const cuda::Card& card) {
     if (const cudaError_t status = TensorBackward<Chain>::load()) return status;
-    return cuda::ConvGradients::load(card);
+    if constexpr (!kHasConv) return cudaSuccess;
+    if (const cudaError_t status = TensorBackward<Chain>::load_packing(card)) return status;
+    return ConvGradients::load(card);
   }
 
  private:
   static cuda::BackwardPlan plan_with_conv(const BackwardProblem& problem, const cuda::Card& card) {
-    const std::string reason = cuda::reason_against_gradients(problem, card);
-    if (!reason.empty()) return {false, "two-step, " + reason, {}, 0, 0};
+    std::string reason = reason_against_gradients(problem, card);
+    if (reason.empty() && !TensorBackward<Chain>::may_pack(problem, card)) reason = "shared memory";
+    if (!reason.empty()) return {false, "two-step, " + reason, {}, 0, 0, 0};
     const Problem conv{problem.conv->input, &problem.conv->conv, {}, problem.v};
-    cuda::BackwardPlan plan{true, "", cuda::identity.plan(conv, card), 0, 0};
+    cuda::BackwardPlan plan{true, "", cuda::identity.plan(conv, card), 0, 0, 0};
     plan.reason = plan.conv.reason;
     plan.runs = plan.conv.source != cuda::ConvSource::kNone;
     if (!plan.runs) return plan;
     const int64_t samples = problem.v.size[0];
     const int64_t sample_bytes = element_count(problem.v) / samples * int64_t(sizeof(float));
-    plan.step_samples = std::clamp<int64_t>(kBackwardStepBytes / sample_bytes, 1, samples);
-    plan.reason += ", steps of " + std::to_string(plan.step_samples) + " samples";
+    plan.chain_samples = std::clamp<int64_t>(kChainStepBytes / sample_bytes, 1, samples);
+    plan.conv_samples = std::clamp<int64_t>(kConvStepBytes / sample_bytes, 1, samples);
+    plan.reason += ", steps of " + std::to_string(plan.chain_samples) + " and " +
+                   std::to_string(plan.conv_samples) + " samples";
     plan.workspace = ConvBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
     return plan;
   }

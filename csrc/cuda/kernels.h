@@ -15,10 +15,11 @@ namespace cuda {
 
 // How a chain's backward runs.
 struct BackwardPlan {
-  bool runs;           // false: the conv's part is left to PyTorch, for this reason
-  std::string reason;  // or the plan in words
-  ConvPlan conv;       // of v, which is computed again
-  int64_t step_samples;
+  bool runs;              // false: the conv's part is left to PyTorch, for this reason
+  std::string reason;     // or the plan in words
+  ConvPlan conv;          // of v, which is computed again
+  int64_t chain_samples;  // of a step of the chain's part, and of the conv's
+  int64_t conv_samples;
   size_t workspace;
 };
 

@@ -32,6 +32,14 @@ FUSEDCONV_INLINE int64_t packed_row_units(const PackedRows& packed) {
   return int64_t(packed.chunks) * packed.parts * packed.pitch;
 }
 
+// From a sample on.
+inline PackedRows samples_from(PackedRows packed, int64_t first) {
+  if (packed.units == nullptr) return packed;
+  packed.units += first * packed.rows * packed_row_units(packed);
+  packed.exponents += first * packed.rows;
+  return packed;
+}
+
 // The bits of a magnitude, for the largest one of a row; what is not finite has no say in the scale.
 __device__ inline unsigned finite_magnitude(float x) {
   const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
