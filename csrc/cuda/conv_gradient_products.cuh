@@ -2,7 +2,7 @@
 // their scales.
 #pragma once
 
-#include "conv_copies.cuh"
+#include "barriers.cuh"
 #include "conv_gradients.cuh"
 #include "conv_problem.cuh"
 #include "mma_sync.cuh"

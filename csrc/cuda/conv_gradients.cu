@@ -176,9 +176,11 @@ PackedRows packed_grads(const ConvShape& shape, const WeightGradientPlan& plan) 
                           shape.windows[1] * kTaps - 1);
 }
 
+// So is the input, which may have padding: what is multiplied by zeros must be finite.
 template <class Mode>
-PackedRows packed_input(const ConvShape& shape) {
-  return packed_map<Mode>(shape.in_channels, shape.in_size, 0, shape.padding[1]);
+PackedRows packed_input(const ConvShape& shape, const WeightGradientPlan& plan) {
+  const int cols = plan.strips * plan.strip_cols + shape.windows[1] * kTaps - 1;
+  return packed_map<Mode>(shape.in_channels, shape.in_size, cols, shape.padding[1]);
 }
 
 void take_memory(PackedRows& packed, int64_t samples, Workspace& workspace) {
@@ -205,7 +207,7 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
   const int bytes = visit_mode(backward, [&](auto mode) {
     using Mode = decltype(mode);
     const ConvShape shape = shape_of(problem);
-    return std::max(plan_input<Mode>(shape, 1, card).shared_bytes, pack_bytes(packed_input<Mode>(shape)));
+    return std::max(plan_input<Mode>(shape, 1, card).shared_bytes, pack_bytes(packed_input<Mode>(shape, {})));
   });
   return bytes + 256 > card.shared_bytes ? "shared memory" : "";
 }
@@ -218,7 +220,7 @@ ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_sample
     using Mode = decltype(mode);
     weight_plan_ = plan_weight<Mode>(shape_, step_samples, card);
     grads_ = packed_grads<Mode>(shape_, weight_plan_);
-    input_ = packed_input<Mode>(shape_);
+    input_ = packed_input<Mode>(shape_, weight_plan_);
     if (wants_weight() || wants_input()) take_memory(grads_, step_samples, workspace);
     if (wants_weight()) take_memory(input_, step_samples, workspace);
     if (wants_input()) input_plan_ = plan_input<Mode>(shape_, step_samples, card);

@@ -31,16 +31,15 @@ struct InputGradientWork {
 };
 
 // In shared memory: stages, each of [strips][chunks][parts][cols] units, then the words of a window of the
-// weight, [steps][parts][taps across][taps down][lanes], then barriers of the stages.
+// weight, [steps][parts][taps across][taps down][lanes].
 template <class Mode>
 struct InputLayout {
-  int stage_units, weights_at, barriers_at, bytes;
+  int stage_units, weights_at, bytes;
 
   FUSEDCONV_INLINE explicit InputLayout(const InputGradientPlan& plan) {
     stage_units = kInputWarps / plan.strip_warps * kStageChunks * Mode::kParts * stage_cols(plan.strip_warps);
     weights_at = kStages * stage_units * int(sizeof(uint4));
-    barriers_at = weights_at + plan.stages * kStageSteps * Mode::kParts * kStepWords * int(sizeof(uint2));
-    bytes = barriers_at + kStages * int(sizeof(uint64_t));
+    bytes = weights_at + plan.stages * kStageSteps * Mode::kParts * kStepWords * int(sizeof(uint2));
   }
 };
 
@@ -62,7 +61,6 @@ class InputGradientBlock {
         layout_(work.plan),
         stages_(reinterpret_cast<uint4*>(shared)),
         weights_(reinterpret_cast<uint2*>(shared + layout_.weights_at)),
-        arrived_(reinterpret_cast<uint64_t*>(shared + layout_.barriers_at)),
         cols_(stage_cols(work.plan.strip_warps)),
         lane_(threadIdx.x % kWarpThreads),
         warp_(threadIdx.x / kWarpThreads),
@@ -71,8 +69,6 @@ class InputGradientBlock {
         warp_col_(warp_ % work.plan.strip_warps * kWarpPixels) {}
 
   __device__ void run() {
-    if (threadIdx.x < kStages) init_barrier(&arrived_[threadIdx.x], UnitCopies::kArrivals);
-    fence_async_proxy();
     for (int i = 0; i < work_.shape.count_windows(); ++i) {
       const WindowPlace window(work_.shape, i);
       __syncthreads();  // of the window before, all is read
@@ -157,27 +153,23 @@ class InputGradientBlock {
     const int steps = (work_.plan.strip_rows + kTaps - 1) * work_.plan.stages;
     const Strip strip = strip_of(first_unit + strip_of_warp_);
     __syncthreads();  // of the strips before, all is read, and the weights are written
-    if (warp_ == 0) {
-      load(first_unit, window, 0);
-      load(first_unit, window, 1);
-    }
+    load(first_unit, window, 0);
+    load(first_unit, window, 1);
     Sums sums{};
     int stage = 0;
     int row = 0;
     for (int step = 0; step < steps; ++step) {
-      const int turn = count_ + step;
-      wait(&arrived_[turn % kStages], turn / kStages % 2);
-      __syncthreads();  // all have done with the step before
-      if (warp_ == 0 && step + 2 < steps) load(first_unit, window, step + 2);
+      __pipeline_wait_prior(1);
+      __syncthreads();
+      load(first_unit, window, step + 2 < steps ? step + 2 : -1);
       const int y = grad_row(strip, window, row);
-      if (has_row(strip, y)) multiply(stage, turn % kStages, exponent_of_row(strip, y), sums);
+      if (has_row(strip, y)) multiply(stage, step % kStages, exponent_of_row(strip, y), sums);
       if (++stage < work_.plan.stages) continue;
       if (row >= kTaps - 1) store(strip, strip.row + row - (kTaps - 1), sums, adds);
       move_rows(sums);
       stage = 0;
       ++row;
     }
-    count_ += steps;
   }
 
   // Of the output's gradient, counted from the first that the strip's first row meets.
@@ -191,31 +183,35 @@ class InputGradientBlock {
     return Mode::kScales ? work_.grads.exponents[strip.sample * work_.grads.rows + y] : 0;
   }
 
-  // By a warp, for all strips.
+  // step < 0: nothing, but for the count of the copies under way.
   __device__ void load(int first_unit, const WindowPlace& window, int step) const {
-    const PackedRows& grads = work_.grads;
-    const int place = (count_ + step) % kStages;
     const int row = step / work_.plan.stages;
-    const int first_chunk = (step - row * work_.plan.stages) * kStageChunks;
-    const int planes = min(grads.chunks - first_chunk, kStageChunks) * kParts;
-    int existing = 0;
-    for (int s = 0; s < strips_at_once_; ++s) {
-      const Strip strip = strip_of(first_unit + s);
-      existing += has_row(strip, grad_row(strip, window, row));
-    }
-    const UnitCopies copies(&arrived_[place], existing * planes * cols_ * int(sizeof(uint4)));
-    for (int s = 0; s < strips_at_once_; ++s) {
+    for (int s = 0; step >= 0 && s < strips_at_once_; ++s) {
       const Strip strip = strip_of(first_unit + s);
       const int y = grad_row(strip, window, row);
-      if (!has_row(strip, y)) continue;
-      const uint4* const from = grads.units + (strip.sample * grads.rows + y) * packed_row_units(grads) +
-                                first_chunk * kParts * grads.pitch + strip.col + work_.shape.padding[1] -
-                                window.across - (kTaps - 1);
-      uint4* const to = stages_ + place * layout_.stage_units + s * kStageChunks * kParts * cols_;
-      for (int plane = 0; plane < planes; ++plane)
-        copies.copy(to + plane * cols_, from + plane * grads.pitch, cols_);
+      if (has_row(strip, y))
+        load_row(strip, y, window, (step - row * work_.plan.stages) * kStageChunks,
+                 stages_ + step % kStages * layout_.stage_units + s * kStageChunks * kParts * cols_);
     }
-    copies.end();
+    __pipeline_commit();
+  }
+
+  // What stands before a row and behind its end are zeros, as many as taps reach.
+  __device__ void load_row(const Strip& strip, int y, const WindowPlace& window, int first_chunk,
+                           uint4* to) const {
+    const PackedRows& grads = work_.grads;
+    const uint4* from = grads.units + (strip.sample * grads.rows + y) * packed_row_units(grads) +
+                        (first_chunk * kParts + warp_) * grads.pitch + strip.col + work_.shape.padding[1] -
+                        window.across - (kTaps - 1) + lane_;
+    to += warp_ * cols_ + lane_;
+    const int planes = min(grads.chunks - first_chunk, kStageChunks) * kParts;
+    for (int plane = warp_; plane < planes; plane += kInputWarps) {
+#pragma unroll 4
+      for (int col = lane_; col < cols_; col += kWarpThreads)
+        copy_pack<1>(to + (col - lane_), from + (col - lane_));
+      from += kInputWarps * grads.pitch;
+      to += kInputWarps * cols_;
+    }
   }
 
   using Sums = float[kWarpBlocks][kTaps][4];  // of the rows that tap 0 adds to, tap 1, tap 2
@@ -308,10 +304,8 @@ class InputGradientBlock {
   const InputLayout<Mode> layout_;
   uint4* const stages_;
   uint2* const weights_;
-  uint64_t* const arrived_;
   const int cols_, lane_, warp_, strips_at_once_, strip_of_warp_, warp_col_;
   int weight_exponent_ = 0;
-  int count_ = 0;  // of steps so far, for the barriers' turns
 };
 
 template <class Mode>

@@ -33,7 +33,6 @@ template <class Mode>
 struct WeightShared {
   uint4 grads[2][kBlockChunks][Mode::kParts][kMostStripCols];
   uint4 input[kInputRows][Mode::kParts][kInputCols];
-  uint64_t arrived[2];  // barriers: of the grads and the rows of the input that come with them
 };
 
 template <class Mode>
@@ -56,9 +55,6 @@ class WeightGradientBlock {
         in_chunk_(int(blockIdx.y) / work.shape.count_windows() % work.plan.in_blocks) {}
 
   __device__ void run() {
-    if (threadIdx.x < 2) init_barrier(&shared_.arrived[threadIdx.x], UnitCopies::kArrivals);
-    fence_async_proxy();
-    __syncthreads();
     for (int unit = blockIdx.x; unit < work_.units; unit += gridDim.x) add_strip(unit);
     write();
   }
@@ -80,43 +76,51 @@ class WeightGradientBlock {
   // Rows come in while those before are multiplied.
   __device__ void add_strip(int unit) {
     const Strip strip = strip_of(unit);
-    if (warp_ == 0) load(strip, 0);
-    for (int row = 0; row < strip.rows; ++row, ++count_) {
-      wait(&shared_.arrived[count_ % 2], count_ / 2 % 2);
-      __syncthreads();  // all have done with the rows before
-      if (warp_ == 0 && row + 1 < strip.rows) load(strip, row + 1);
+    for (int tap = 0; tap < kTaps; ++tap) load_input(strip, tap);
+    load_grads(strip, 0);
+    for (int row = 0; row < strip.rows; ++row) {
+      wait_for_copies();
+      __syncthreads();
+      if (row + 1 < strip.rows) {
+        load_input(strip, row + kTaps);
+        load_grads(strip, row + 1);
+      }
       if (channel_warp_ * 2 < chunks_) add_row(strip, row);
     }
     __syncthreads();  // the next strip writes where this one's rows stand
   }
 
-  // By a warp. A row of the output's gradient, and of the input those that it is the first to meet.
-  __device__ void load(const Strip& strip, int row) const {
+  // What stands behind a row's end are zeros, as many as strips have columns too many.
+  __device__ void load_grads(const Strip& strip, int row) const {
     const PackedRows& grads = work_.grads;
-    const PackedRows& input = work_.input;
-    const int stage = (count_ + (row > 0)) % 2;
-    const int planes = chunks_ * kParts;
-    const int cols = work_.plan.strip_cols;
-    const int first_tap = row > 0 ? kTaps - 1 : 0;
-    int input_rows = 0;
-    for (int tap = first_tap; tap < kTaps; ++tap) input_rows += has_input(strip, row + tap);
-    const int units = planes * cols + input_rows * kParts * (cols + kTaps - 1);
-    const UnitCopies copies(&shared_.arrived[stage], units * int(sizeof(uint4)));
     const uint4* from = grads.units +
                         (strip.sample * grads.rows + strip.first_row + row) * packed_row_units(grads) +
-                        first_chunk_ * kParts * grads.pitch + strip.col;
-    for (int plane = 0; plane < planes; ++plane)
-      copies.copy(&shared_.grads[stage][0][0][0] + plane * kMostStripCols, from + plane * grads.pitch, cols);
-    for (int tap = first_tap; tap < kTaps; ++tap) {
-      if (!has_input(strip, row + tap)) continue;
-      from = input.units +
-             (strip.sample * input.rows + input_row(strip, row + tap)) * packed_row_units(input) +
-             in_chunk_ * kParts * input.pitch + strip.col + window_.across - work_.shape.padding[1];
-      for (int part = 0; part < kParts; ++part)
-        copies.copy(shared_.input[(row + tap) % kInputRows][part], from + part * input.pitch,
-                    cols + kTaps - 1);
+                        (first_chunk_ * kParts + warp_) * grads.pitch + strip.col + lane_;
+    uint4* to = &shared_.grads[row % 2][0][0][0] + warp_ * kMostStripCols + lane_;
+    for (int plane = warp_; plane < chunks_ * kParts; plane += kWeightWarps) {
+      for (int col = lane_; col < work_.plan.strip_cols; col += kWarpThreads)
+        copy_pack<1>(to + (col - lane_), from + (col - lane_));
+      from += kWeightWarps * grads.pitch;
+      to += kWeightWarps * kMostStripCols;
     }
-    copies.end();
+  }
+
+  __device__ void load_input(const Strip& strip, int row) const {
+    const PackedRows& input = work_.input;
+    const bool exists = has_input(strip, row);
+    const uint4* const from =
+        input.units + (strip.sample * input.rows + input_row(strip, row)) * packed_row_units(input) +
+        in_chunk_ * kParts * input.pitch + strip.col + window_.across - work_.shape.padding[1];
+    for (int part = warp_; part < kParts; part += kWeightWarps) {
+      for (int col = lane_; col < work_.plan.strip_cols + kTaps - 1; col += kWarpThreads) {
+        uint4* const to = &shared_.input[row % kInputRows][part][col];
+        if (exists) {
+          copy_pack<1>(to, from + part * input.pitch + col);
+        } else {
+          *to = {};
+        }
+      }
+    }
   }
 
   // Of the input, counted from the first one that the strip's first row meets.
@@ -150,20 +154,19 @@ class WeightGradientBlock {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         // Channels 0 to 7 and 8 to 15 of the first pixels, then of the next.
-        const uint4* const from = &shared_.grads[count_ % 2][channel_warp_ * 2 + lane_ / 8 % 2][part]
-                                                [col + lane_ / 16 * 8 + lane_ % 8];
+        const uint4* const from =
+            &shared_
+                 .grads[row % 2][channel_warp_ * 2 + lane_ / 8 % 2][part][col + lane_ / 16 * 8 + lane_ % 8];
         load_transposed(a[part], shared_address(from));
       }
+      uint32_t b[kTaps][kTaps][kParts][2];
 #pragma unroll
-      for (int y = 0; y < kTaps; ++y) {
-        if (!exists[y]) continue;
-        uint32_t b[kTaps][kParts][2];
-        load_input_steps(b, row + y, col);
+      for (int y = 0; y < kTaps; ++y) load_input_steps(b[y], row + y, col);
 #pragma unroll
-        for (int product = 0; product < kProducts<Mode>; ++product) {
+      for (int product = 0; product < kProducts<Mode>; ++product) {
 #pragma unroll
-          for (int x = 0; x < kTaps; ++x) multiply_parts<Mode>(product, d[y][x], a, b[x]);
-        }
+        for (int tap = 0; tap < kTaps * kTaps; ++tap)
+          multiply_parts<Mode>(product, d[tap / kTaps][tap % kTaps], a, b[tap / kTaps][tap % kTaps]);
       }
     }
 #pragma unroll
@@ -225,7 +228,6 @@ class WeightGradientBlock {
   const WindowPlace window_;
   const int first_chunk_, chunks_;  // of the output's channels
   const int in_chunk_;
-  int count_ = 0;  // of rows so far, for the barriers' turns
   float sums_[kTaps][kTaps][4]{};
 };
 
