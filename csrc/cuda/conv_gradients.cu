@@ -14,8 +14,8 @@ namespace {
 
 using cuda::Card;
 
-constexpr int kBlocksOfWeight = 3;  // of each kind on a multiprocessor, if its memory suffices
-constexpr int kBlocksOfInput = 3;
+constexpr int kBlocksOfWeight = 4;  // of each kind on a multiprocessor, if its memory suffices
+constexpr int kBlocksOfInput = 4;
 constexpr int kMostStripRows = 32;
 constexpr int kLeastStripRows = 8;
 constexpr int kMostKernel = 7;
@@ -225,9 +225,7 @@ ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_sample
     if (wants_weight()) take_memory(input_, step_samples, workspace);
     if (wants_input()) input_plan_ = plan_input<Mode>(shape_, step_samples, card);
   });
-  const WeightGradientPlan& plan = weight_plan_;
-  slots_ = workspace.take<float>(int64_t(plan.slots) * plan.out_blocks * plan.in_blocks * plan.channel_warps *
-                                 kSlotValues);
+  if (wants_weight()) slots_ = workspace.take<float>(weight_plan_.slots * values_of_slot());
   workspace_bytes_ = workspace.bytes();
 }
 

@@ -14,7 +14,7 @@ constexpr int kWarpBlocks = 2;  // of 16 pixels, that a warp has
 constexpr int kWarpPixels = kWarpBlocks * 16;
 constexpr int kStageChunks = 4;  // of the output's channels, that come in together
 constexpr int kStageSteps = kStageChunks / 2;
-constexpr int kStages = 3;
+constexpr int kStages = 2;
 
 constexpr int kStepWords = kTaps * kTaps * kWarpThreads;  // pairs of words of the weight, for one step's part
 
@@ -52,7 +52,7 @@ class InputGradientBlock {
   struct Strip {
     bool exists;
     int row, col;  // the first ones of the input
-    int64_t sample;
+    int sample;
   };
 
  public:
@@ -148,20 +148,20 @@ class InputGradientBlock {
 
   // ---- down a strip ----
 
-  // A step is a stage of a row, which comes in two steps before its turn. adds: to what windows before left.
+  // A step is a stage of a row, which comes in while the one before is multiplied. adds: to what windows
+  // before left.
   __device__ void walk(int first_unit, const WindowPlace& window, bool adds) {
     const int steps = (work_.plan.strip_rows + kTaps - 1) * work_.plan.stages;
     const Strip strip = strip_of(first_unit + strip_of_warp_);
     __syncthreads();  // of the strips before, all is read, and the weights are written
     load(first_unit, window, 0);
-    load(first_unit, window, 1);
     Sums sums{};
     int stage = 0;
     int row = 0;
     for (int step = 0; step < steps; ++step) {
-      __pipeline_wait_prior(1);
+      wait_for_copies();
       __syncthreads();
-      load(first_unit, window, step + 2 < steps ? step + 2 : -1);
+      if (step + 1 < steps) load(first_unit, window, step + 1);
       const int y = grad_row(strip, window, row);
       if (has_row(strip, y)) multiply(stage, step % kStages, exponent_of_row(strip, y), sums);
       if (++stage < work_.plan.stages) continue;
@@ -183,17 +183,15 @@ class InputGradientBlock {
     return Mode::kScales ? work_.grads.exponents[strip.sample * work_.grads.rows + y] : 0;
   }
 
-  // step < 0: nothing, but for the count of the copies under way.
   __device__ void load(int first_unit, const WindowPlace& window, int step) const {
     const int row = step / work_.plan.stages;
-    for (int s = 0; step >= 0 && s < strips_at_once_; ++s) {
+    for (int s = 0; s < strips_at_once_; ++s) {
       const Strip strip = strip_of(first_unit + s);
       const int y = grad_row(strip, window, row);
       if (has_row(strip, y))
         load_row(strip, y, window, (step - row * work_.plan.stages) * kStageChunks,
                  stages_ + step % kStages * layout_.stage_units + s * kStageChunks * kParts * cols_);
     }
-    __pipeline_commit();
   }
 
   // What stands before a row and behind its end are zeros, as many as taps reach.
@@ -273,8 +271,8 @@ class InputGradientBlock {
     const ConvShape& shape = work_.shape;
     if (!strip.exists || row >= shape.in_size[0]) return;
     const int map = shape.in_size[0] * shape.in_size[1];
-    In* const to =
-        static_cast<In*>(work_.grad_input) + strip.sample * shape.in_channels * map + row * shape.in_size[1];
+    In* const to = static_cast<In*>(work_.grad_input) + int64_t(strip.sample) * shape.in_channels * map +
+                   row * shape.in_size[1];
 #pragma unroll
     for (int block = 0; block < kWarpBlocks; ++block) {
 #pragma unroll
@@ -309,7 +307,7 @@ class InputGradientBlock {
 };
 
 template <class Mode>
-__global__ void __launch_bounds__(kInputThreads, 3)
+__global__ void __launch_bounds__(kInputThreads, 4)
     conv_input_gradient(const __grid_constant__ InputGradientWork work) {
   if constexpr (kConvCompiles) {
     extern __shared__ __align__(128) uint8_t shared[];

@@ -19,6 +19,13 @@ constexpr int kInputCols = kMostStripCols + kTaps - 1;
 constexpr int kInputRows = 4;  // that stand in shared memory: those of the taps and the next one
 constexpr int kSlotValues = kWarpChannels * kUnitChannels * kTaps * kTaps;  // of a warp's sums
 
+// Of a multiprocessor, at the least: the registers of a thread follow.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kWeightBlocks = 3;
+#else
+constexpr int kWeightBlocks = 4;
+#endif
+
 struct WeightGradientWork {
   ConvShape shape;
   WeightGradientPlan plan;
@@ -61,8 +68,7 @@ class WeightGradientBlock {
 
  private:
   struct Strip {
-    int64_t sample;
-    int first_row, rows, col;
+    int sample, first_row, rows, col;
   };
 
   __device__ Strip strip_of(int unit) const {
@@ -132,21 +138,15 @@ class WeightGradientBlock {
     return y >= 0 && y < work_.input.rows;
   }
 
-  __device__ int exponent_of_row(const PackedRows& packed, const Strip& strip, int row) const {
-    return Mode::kScales ? packed.exponents[strip.sample * packed.rows + row] : 0;
+  // Of the products of a row of the output's gradient and the row of the input that a tap meets.
+  __device__ int exponent_of(const Strip& strip, int row, int tap) const {
+    if (!Mode::kScales || !has_input(strip, row + tap)) return 0;
+    return work_.grads.exponents[strip.sample * work_.grads.rows + strip.first_row + row] +
+           work_.input.exponents[strip.sample * work_.input.rows + input_row(strip, row + tap)];
   }
 
   // The sums of a row are rounded by themselves: the tensor cores cut off what they add up.
   __device__ void add_row(const Strip& strip, int row) {
-    const int grad_exponent = exponent_of_row(work_.grads, strip, strip.first_row + row);
-    int exponents[kTaps];
-    bool exists[kTaps];
-#pragma unroll
-    for (int y = 0; y < kTaps; ++y) {
-      exists[y] = has_input(strip, row + y);
-      exponents[y] =
-          grad_exponent + (exists[y] ? exponent_of_row(work_.input, strip, input_row(strip, row + y)) : 0);
-    }
     float d[kTaps][kTaps][4]{};
 #pragma unroll 1
     for (int col = part_ * kStepPixels; col < work_.plan.strip_cols; col += parts_ * kStepPixels) {
@@ -159,19 +159,20 @@ class WeightGradientBlock {
                  .grads[row % 2][channel_warp_ * 2 + lane_ / 8 % 2][part][col + lane_ / 16 * 8 + lane_ % 8];
         load_transposed(a[part], shared_address(from));
       }
-      uint32_t b[kTaps][kTaps][kParts][2];
 #pragma unroll
-      for (int y = 0; y < kTaps; ++y) load_input_steps(b[y], row + y, col);
+      for (int y = 0; y < kTaps; ++y) {
+        uint32_t b[kTaps][kParts][2];
+        load_input_steps(b, row + y, col);
 #pragma unroll
-      for (int product = 0; product < kProducts<Mode>; ++product) {
+        for (int product = 0; product < kProducts<Mode>; ++product) {
 #pragma unroll
-        for (int tap = 0; tap < kTaps * kTaps; ++tap)
-          multiply_parts<Mode>(product, d[tap / kTaps][tap % kTaps], a, b[tap / kTaps][tap % kTaps]);
+          for (int x = 0; x < kTaps; ++x) multiply_parts<Mode>(product, d[y][x], a, b[x]);
+        }
       }
     }
 #pragma unroll
     for (int y = 0; y < kTaps; ++y) {
-      const Unscale unscale(exponents[y]);
+      const Unscale unscale(exponent_of(strip, row, y));
 #pragma unroll
       for (int x = 0; x < kTaps; ++x) {
 #pragma unroll
@@ -232,7 +233,7 @@ class WeightGradientBlock {
 };
 
 template <class Mode>
-__global__ void __launch_bounds__(kWeightThreads, 3)
+__global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
     conv_weight_gradient(const __grid_constant__ WeightGradientWork work) {
   if constexpr (kConvCompiles) {
     extern __shared__ __align__(128) uint8_t shared[];
