@@ -148,11 +148,17 @@ constexpr unsigned kOfAll =
     kinds(Chain::Pre::kReadsChannel || (!Chain::kNeedsStatistics && Chain::Post::kReadsChannel),
           {kOfBias, kOfScale});
 
+// To be added to: x + -0 is x for every x, so that nothing is left of what no stage has.
+template <class T>
+__device__ Gradients<T> no_gradients() {
+  return {T(-0.0), T(-0.0), T(-0.0)};
+}
+
 // grad: of what comes out of Post.
 template <class Chain, class T>
 __device__ void add_after_norm(T grad, T v, const Channel<T>& channel, const NormGradient<T>& norm,
                                T (&sums)[kGradientKinds]) {
-  Gradients<T> gradients{};
+  Gradients<T> gradients = no_gradients<T>();
   const T x = Chain::Pre::value(v, v, channel);
   grad = Chain::Post::vjp(grad, Chain::Norm::value(x, channel), v, channel, gradients);
   sums[kOfBias] += gradients.bias;

@@ -46,16 +46,53 @@ __device__ inline unsigned finite_magnitude(float x) {
   return bits < kInfinityBits ? bits : 0u;
 }
 
+using PackedUnit = Pack<uint32_t, kUnitChannels / 2>;
+
+template <class Element>
+__device__ uint32_t narrow_pair(float low, float high) {
+  std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162> pair;
+  if constexpr (std::is_same_v<Element, __half>) {
+    pair = __floats2half2_rn(low, high);
+  } else {
+    pair = __floats2bfloat162_rn(low, high);
+  }
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+
+__device__ inline float2 half_values(uint32_t bits) {
+  __half2 pair;
+  memcpy(&pair, &bits, sizeof(pair));
+  return __half22float2(pair);
+}
+
+// What parts before it lack of scaled values; the first one lacks all.
+template <class Mode>
+__device__ void pack_unit(const float (&x)[kUnitChannels], PackedUnit (&parts)[Mode::kParts]) {
+#pragma unroll
+  for (int i = 0; i < kUnitChannels / 2; ++i) {
+    const float low = x[2 * i];
+    const float high = x[2 * i + 1];
+    parts[0].element[i] = narrow_pair<typename Mode::Element>(low, high);
+    if constexpr (Mode::kParts == 2) {
+      const float2 rounded = half_values(parts[0].element[i]);
+      parts[1].element[i] = narrow_pair<typename Mode::Element>(low - rounded.x, high - rounded.y);
+    }
+  }
+}
+
 // By all threads of a block: a row of channels in shared memory, [channels][pitch]. row is counted through
 // all samples; largest is the row's largest finite_magnitude, if the mode scales.
 template <class Mode, int kThreads>
 __device__ void pack_row(const PackedRows& to, int64_t row, const float* values, int pitch,
                          unsigned largest) {
-  using Element = typename Mode::Element;
+  constexpr int kWarps = kThreads / 32;
   const int exponent = Mode::kScales ? scale_exponent(largest) : 0;
   const float scale = power_of_two(exponent);
   if (Mode::kScales && threadIdx.x == 0) to.exponents[row] = exponent;
   uint4* const units = to.units + row * packed_row_units(to);
+<<<<<<< HEAD
   if (row == 0 && threadIdx.x < kZeroGuardUnits) units[-1 - int(threadIdx.x)] = {};
   constexpr int kWarps = kThreads / 32;
   int chunk = threadIdx.x / 32;  // a warp has 32 columns of one at a time
@@ -76,7 +113,31 @@ __device__ void pack_row(const PackedRows& to, int64_t row, const float* values,
       uint4 unit;
       memcpy(&unit, &part[p], sizeof(unit));
       units[(chunk * Mode::kParts + p) * to.pitch + col] = unit;
+=======
+  int chunk = threadIdx.x / 32;  // a warp has 32 columns of one at a time
+  for (int col = threadIdx.x % 32;; chunk += kWarps) {
+    for (; chunk >= to.chunks; chunk -= to.chunks) col += 32;
+    if (col >= to.cols) break;
+    const int channels = to.channels - chunk * kUnitChannels;
+    const float* const from = values + chunk * kUnitChannels * pitch + col;
+    float x[kUnitChannels]{};
+    if (channels >= kUnitChannels) {  // spares a comparison for each
+#pragma unroll
+      for (int k = 0; k < kUnitChannels; ++k) x[k] = from[k * pitch] * scale;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kUnitChannels; ++k) {
+        if (k < channels) x[k] = from[k * pitch] * scale;
+      }
+>>>>>>> 2db99be (CUDA backward: fewer instructions for a packed row)
     }
+    PackedUnit parts[Mode::kParts];
+    pack_unit<Mode>(x, parts);
+    uint4* const unit = units + chunk * Mode::kParts * to.cols + col;
+#pragma unroll
+    for (int p = 0; p < Mode::kParts; ++p)
+      unit[p * to.cols] = {parts[p].element[0], parts[p].element[1], parts[p].element[2],
+                           parts[p].element[3]};
   }
 }
 

@@ -63,7 +63,7 @@ class BackwardRun {
     const int64_t* size = problem.v.size;
     const int64_t most = card.shared_bytes / int64_t(sizeof(float));
     return problem.v.dtype == DType::kFloat32 && problem.conv != nullptr && size[1] <= most &&
-           size[3] <= most && size[2] <= INT32_MAX &&
+           size[3] <= most && size[2] * size[3] < INT32_MAX / (kPackItems + 1) &&
            PackMemory<Chain>::bytes(size[1], pack_pitch(size[3])) <= card.shared_bytes;
   }
 
@@ -290,12 +290,13 @@ class BackwardRun {
            (kPools || may_start(work.grad));
   }
 
-  // Elements of a load, of which every row is made.
+  // Elements of a load, of which every row is made; a whole warp has one then.
   int pack_width(const BackwardWork<T>& work) const {
     const auto may_start = [](const Elements& elements) {
       return is_aligned(elements.data, kPackWidth * bytes_of(elements.dtype));
     };
-    const bool is_wide = problem_.v.size[3] % kPackWidth == 0 && may_start(work.v) &&
+    const int64_t cols = problem_.v.size[3];
+    const bool is_wide = cols > kWarpThreads && cols % kPackWidth == 0 && may_start(work.v) &&
                          (!Chain::Reduce::kStores || may_start(work.grad));
     return is_wide ? kPackWidth : 1;
   }

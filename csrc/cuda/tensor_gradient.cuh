@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kPlaneThreads)
 template <class Chain, class T>
 __device__ T gradient_of_v(T grad, T v, const Channel<T>& channel, const NormGradient<T>& norm,
                            T (&sums)[kGradientKinds]) {
-  Gradients<T> of_post{};
-  Gradients<T> of_pre{};
+  Gradients<T> of_post = no_gradients<T>();
+  Gradients<T> of_pre = no_gradients<T>();
   const T x = Chain::Pre::value(v, v, channel);
   grad = Chain::Post::vjp(grad, Chain::Norm::value(x, channel), v, channel, of_post);
   grad = Chain::Pre::vjp(Chain::Norm::vjp(grad, x, channel, norm), v, v, channel, of_pre);

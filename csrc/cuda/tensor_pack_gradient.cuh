@@ -9,6 +9,7 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 constexpr int kPackThreads = 256;
+constexpr int kPackWarps = kPackThreads / kWarpThreads;
 constexpr int kPackBlocks = 4;  // on a multiprocessor, for registers
 constexpr int kPackItems = 4;   // loads of v that a lane has under way
 constexpr int kPackWidth = 2;   // elements of such a load, or 1: many rows are no multiple of 4
@@ -64,7 +65,7 @@ struct PackMemory {
   float* values;         // [channels][pitch]
   float* of_pixels;      // [2][pitch], where channels are reduced
   RowChannel* channels;  // [channels], where there is anything to be known of them
-  unsigned* largest;     // [warps]
+  unsigned* largest;     // [2][warps]
   double* sums;          // [kinds][channels]
 
   static constexpr int kPixelRows = Chain::Reduce::kReducesChannels ? 2 : 0;
@@ -75,13 +76,12 @@ struct PackMemory {
         of_pixels(values + of_channels * pitch),
         channels(reinterpret_cast<RowChannel*>(of_pixels + kPixelRows * pitch)),
         largest(reinterpret_cast<unsigned*>(channels + (kHasChannels<Chain> ? of_channels : 0))),
-        sums(reinterpret_cast<double*>(largest + kPackThreads / kWarpThreads)) {}
+        sums(reinterpret_cast<double*>(largest + 2 * kPackWarps)) {}
 
   static int64_t bytes(int64_t of_channels, int64_t pitch) {
     return int64_t(sizeof(float)) * (of_channels + kPixelRows) * pitch +
            (kHasChannels<Chain> ? int64_t(sizeof(RowChannel)) * of_channels : 0) +
-           int64_t(sizeof(unsigned)) * (kPackThreads / kWarpThreads) +
-           int64_t(sizeof(double)) * kKinds * of_channels;
+           int64_t(sizeof(unsigned)) * 2 * kPackWarps + int64_t(sizeof(double)) * kKinds * of_channels;
   }
 
   // Of a kind of kOfAll.
@@ -105,7 +105,7 @@ struct PackRow {
 // ---- the gradient at each place of a row ----
 
 // As Spread, for a row of all channels: all threads prepare() what the row takes, with a barrier after it.
-// Then come load(), of an offset in the tensor, and gradients().
+// Then come load(), of an offset in the tensor, and gradients(), of a place in the row's values.
 template <class Chain, class Reduce = typename Chain::Reduce>
 class RowSpread;
 
@@ -126,8 +126,8 @@ class RowSpread<Chain, Store> {
   }
 
   template <int kCount>
-  __device__ Pack<float, kCount> gradients(const Loaded<kCount>& loaded, int, int, const Pack<float, kCount>&,
-                                           const Channel<float>&) const {
+  __device__ Pack<float, kCount> gradients(const Loaded<kCount>& loaded, const float*, int,
+                                           const Pack<float, kCount>&, const Channel<float>&) const {
     return values_of(loaded, grad_.dtype);
   }
 
@@ -162,9 +162,9 @@ class RowSpread<Chain, MaxPool> {
   }
 
   template <int kCount>
-  __device__ Pack<float, kCount> gradients(const NothingLoaded&, int c, int col, const Pack<float, kCount>&,
-                                           const Channel<float>&) const {
-    return load_pack<kCount>(values_ + c * pack_.shape.pitch + col);
+  __device__ Pack<float, kCount> gradients(const NothingLoaded&, const float* at, int,
+                                           const Pack<float, kCount>&, const Channel<float>&) const {
+    return load_pack<kCount>(at);
   }
 
  private:
@@ -226,7 +226,8 @@ class RowSpread<Chain, ChannelLogSumExp> {
   }
 
   template <int kCount>
-  __device__ Pack<float, kCount> gradients(const NothingLoaded&, int, int col, const Pack<float, kCount>& v,
+  __device__ Pack<float, kCount> gradients(const NothingLoaded&, const float*, int col,
+                                           const Pack<float, kCount>& v,
                                            const Channel<float>& channel) const {
     const Pack<float, kCount> most = load_pack<kCount>(most_ + col);
     const Pack<float, kCount> factor = load_pack<kCount>(factor_ + col);
@@ -263,8 +264,32 @@ __device__ inline double sum_of_items(const float (&x)[kPackItems], int lanes, i
   return sum;
 }
 
-// The gradients of a block's row in shared memory. Returns the largest finite magnitude of a thread's.
-template <class Chain, int kWidth>
+// How lanes share rows of channels: whole warps have them, and kPassShift is known when compiled, or neither.
+template <int kPassShift>
+struct PackLanes {
+  static constexpr bool kIsKnown = kPassShift >= 0;
+
+  const PackShape& shape;
+
+  __device__ int count() const { return kIsKnown ? kWarpThreads : shape.lanes; }
+  __device__ int lane() const { return threadIdx.x & (count() - 1); }
+  // Of a lane's kPackItems packs that are under way, those of one channel come one after the other.
+  __device__ int pass_shift() const { return kIsKnown ? kPassShift : shape.pass_shift; }
+  __device__ int channel_of(int item) const { return item >> pass_shift(); }
+  __device__ int pass_of(int item) const { return item & ((1 << pass_shift()) - 1); }
+  __device__ int channels() const {
+    return kPackItems >> pass_shift();
+  }  // at a time, of lanes that share some
+  __device__ int passes_lanes() const { return count() << pass_shift(); }
+  __device__ int channels_of_warp() const { return kWarpThreads / count() * channels(); }
+  __device__ int first_channel() const {
+    return threadIdx.x / kWarpThreads * channels_of_warp() +
+           (kIsKnown ? 0 : (lane_of_thread() >> log2_of(count())) * channels());
+  }
+};
+
+// Writes the gradients of a block's row to shared memory.
+template <class Chain, int kWidth, int kPassShift>
 class RowGradients {
  public:
   __device__ RowGradients(const PackWork& pack, const PackRow& row, const PackMemory<Chain>& memory,
@@ -272,84 +297,94 @@ class RowGradients {
       : pack_(pack),
         memory_(memory),
         spread_(spread),
+        lanes_{pack.shape},
         channels_(pack.to.channels),
-        row_first_(row.sample * channels_ * pack.work.pixels + int64_t(row.row) * pack.to.cols),
-        lane_(threadIdx.x & (pack.shape.lanes - 1)),
-        group_(lane_of_thread() >> log2_of(pack.shape.lanes)) {}
+        first_(row.sample * channels_ * pack.work.pixels + int64_t(row.row) * pack.to.cols) {}
 
-  __device__ unsigned write() const {
-    const PackShape& shape = pack_.shape;
-    const int of_group = kPackItems >> shape.pass_shift;
-    const int of_warp = (kWarpThreads >> log2_of(shape.lanes)) * of_group;
-    const int passes_cols = (shape.lanes << shape.pass_shift) * kWidth;
-    unsigned largest = 0;
-    for (int first = threadIdx.x / kWarpThreads * of_warp; first < channels_;  // the same for a whole warp
-         first += kPackThreads / kWarpThreads * of_warp) {
-      for (int col = 0; col < pack_.to.cols; col += passes_cols)
-        largest = max(largest, write_items(first + group_ * of_group, col));
+  // Returns the largest magnitude of a thread's.
+  __device__ float write() {
+    const int step = kPackWarps * lanes_.channels_of_warp();
+    const int first = lanes_.first_channel();
+    for (int of_passes = 0; of_passes < pack_.to.cols; of_passes += lanes_.passes_lanes() * kWidth) {
+      const int col = of_passes + lanes_.lane() * kWidth;
+      Place place{first, col, first_ + first * pack_.work.pixels + col,
+                  memory_.values + first * pack_.shape.pitch + col, memory_.channels + first};
+      const int rounds = (channels_ + step - 1) / step;  // the same for a whole warp
+      for (int i = 0; i < rounds; ++i) {
+        write_items(place, of_passes == 0);
+        place.channel += step;
+        place.offset += step * pack_.work.pixels;
+        place.value += step * pack_.shape.pitch;
+        place.of_channel += step;
+      }
     }
-    return largest;
+    return largest_;
   }
 
  private:
+  // Of a lane's first pack.
+  struct Place {
+    int channel;
+    int col;
+    int64_t offset;  // in the tensor
+    float* value;    // in shared memory
+    const RowChannel* of_channel;
+  };
+
   struct Loaded {
-    RawPack<float, kWidth> v;
+    Pack<float, kWidth> v;
     typename RowSpread<Chain>::template Loaded<kWidth> spread;
   };
 
-  // From a channel and a column on.
-  __device__ unsigned write_items(int first_channel, int first_col) const {
-    const int shift = pack_.shape.pass_shift;
-    const auto channel_of = [&](int k) { return first_channel + (k >> shift); };
-    const auto col_of = [&](int k) {
-      return first_col + ((k & ((1 << shift) - 1)) * pack_.shape.lanes + lane_) * kWidth;
-    };
-    const auto exists = [&](int k) { return channel_of(k) < channels_ && col_of(k) < pack_.to.cols; };
+  // From a lane's first pack to another one.
+  __device__ int cols_to(int item) const { return lanes_.pass_of(item) * lanes_.count() * kWidth; }
+
+  __device__ bool exists(const Place& place, int item) const {
+    return place.channel + lanes_.channel_of(item) < channels_ && place.col + cols_to(item) < pack_.to.cols;
+  }
+
+  __device__ void write_items(const Place& place, bool is_first) {
+    const float* const v = static_cast<const float*>(pack_.work.v.data);
     Loaded loaded[kPackItems];
 #pragma unroll
     for (int k = 0; k < kPackItems; ++k) {
-      if (!exists(k)) continue;
-      const int64_t offset = row_first_ + channel_of(k) * pack_.work.pixels + col_of(k);
-      loaded[k] = {load_raw<float, kWidth>(pack_.work.v, offset), spread_.template load<kWidth>(offset)};
+      if (!exists(place, k)) continue;
+      const int64_t offset = place.offset + lanes_.channel_of(k) * pack_.work.pixels + cols_to(k);
+      loaded[k] = {load_pack<kWidth>(v + offset), spread_.template load<kWidth>(offset)};
     }
     asm volatile("" ::: "memory");
-    unsigned largest = 0;
     float sums[kPackItems][kGradientKinds]{};
 #pragma unroll
     for (int k = 0; k < kPackItems; ++k) {
-      if (exists(k)) largest = max(largest, write_item(channel_of(k), col_of(k), loaded[k], sums[k]));
+      if (exists(place, k)) write_item(place, k, loaded[k], sums[k]);
     }
-    add_sums(sums, first_channel, first_col == 0);
-    return largest;
+    add_sums(sums, place.channel, is_first);
   }
 
-  __device__ unsigned write_item(int c, int col, const Loaded& loaded, float (&sums)[kGradientKinds]) const {
+  __device__ void write_item(const Place& place, int k, const Loaded& loaded, float (&sums)[kGradientKinds]) {
     RowChannel of{};
-    if constexpr (kHasChannels<Chain>) of = memory_.channels[c];
-    const Pack<float, kWidth> v = values_of(loaded.v, DType::kFloat32);
-    Pack<float, kWidth> grad = spread_.gradients(loaded.spread, c, col, v, of.channel);
-    unsigned largest = 0;
+    if constexpr (kHasChannels<Chain>) of = place.of_channel[lanes_.channel_of(k)];
+    float* const value = place.value + lanes_.channel_of(k) * pack_.shape.pitch + cols_to(k);
+    Pack<float, kWidth> grad =
+        spread_.gradients(loaded.spread, value, place.col + cols_to(k), loaded.v, of.channel);
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      grad.element[k] = gradient_of_v<Chain>(grad.element[k], v.element[k], of.channel, of.norm, sums);
-      largest = max(largest, finite_magnitude(grad.element[k]));
+    for (int i = 0; i < kWidth; ++i) {
+      grad.element[i] = gradient_of_v<Chain>(grad.element[i], loaded.v.element[i], of.channel, of.norm, sums);
+      largest_ = fmaxf(largest_, fabsf(grad.element[i]));  // NaN has no say
     }
-    store_pack(memory_.values + c * pack_.shape.pitch + col, grad);
-    return largest;
+    store_pack(value, grad);
   }
 
   __device__ void add_sums(const float (&sums)[kPackItems][kGradientKinds], int first_channel,
                            bool is_first) const {
-    const int lanes = pack_.shape.lanes;
-    const int shift = pack_.shape.pass_shift;
-    const int of_channel = lanes / kPackItems << shift;  // lanes with the same sum
-    const int c = first_channel + (lane_ >> log2_of(of_channel));
-    const bool writes = (lane_ & (of_channel - 1)) == 0 && c < channels_;
+    const int of_channel = lanes_.passes_lanes() / kPackItems;  // lanes with the same sum
+    const int c = first_channel + (lanes_.lane() >> log2_of(of_channel));
+    const bool writes = (lanes_.lane() & (of_channel - 1)) == 0 && c < channels_;
 #pragma unroll
     for (int kind = 0; kind < kGradientKinds; ++kind) {
       if ((kOfAll<Chain> >> kind & 1) == 0 || pack_.work.of_all.of[kind] == nullptr) continue;
       const float of_kind[] = {sums[0][kind], sums[1][kind], sums[2][kind], sums[3][kind]};
-      const double sum = sum_of_items(of_kind, lanes, shift);
+      const double sum = sum_of_items(of_kind, lanes_.count(), lanes_.pass_shift());
       double& total = memory_.sums_of(kind, channels_)[c];
       if (writes) total = is_first ? sum : total + sum;
     }
@@ -358,10 +393,10 @@ class RowGradients {
   const PackWork& pack_;
   const PackMemory<Chain>& memory_;
   const RowSpread<Chain>& spread_;
+  const PackLanes<kPassShift> lanes_;
   const int channels_;
-  const int64_t row_first_;  // of the first channel
-  const int lane_;           // of those that share a row of a channel
-  const int group_;          // of such lanes, in the warp
+  const int64_t first_;  // of the row, in the tensor
+  float largest_ = 0;
 };
 
 // ---- the kernel ----
@@ -387,11 +422,40 @@ __device__ void write_row_sums(const PackWork& pack, const PackRow& row, const P
   }
 }
 
+// Of each thread's; the memory is of a value a warp.
+__device__ inline unsigned largest_of_block(unsigned of_thread, unsigned* of_warps) {
+  const unsigned of_warp = __reduce_max_sync(~0u, of_thread);
+  if (lane_of_thread() == 0) of_warps[threadIdx.x / kWarpThreads] = of_warp;
+  __syncthreads();
+  unsigned largest = 0;
+#pragma unroll
+  for (int warp = 0; warp < kPackWarps; ++warp) largest = max(largest, of_warps[warp]);
+  return largest;
+}
+
+// For the rare row that has an infinity: of a thread's share.
+__device__ inline unsigned largest_finite(const PackWork& pack, const float* values) {
+  unsigned largest = 0;
+  for (int c = threadIdx.x / kWarpThreads; c < pack.to.channels; c += kPackWarps) {
+    for (int col = lane_of_thread(); col < pack.to.cols; col += kWarpThreads)
+      largest = max(largest, finite_magnitude(values[c * pack.shape.pitch + col]));
+  }
+  return largest;
+}
+
 template <class Chain>
-__device__ unsigned write_row_gradients(const PackWork& pack, const PackRow& row,
-                                        const PackMemory<Chain>& memory, const RowSpread<Chain>& spread) {
-  if (pack.shape.width > 1) return RowGradients<Chain, kPackWidth>(pack, row, memory, spread).write();
-  return RowGradients<Chain, 1>(pack, row, memory, spread).write();
+__device__ float write_row_gradients(const PackWork& pack, const PackRow& row,
+                                     const PackMemory<Chain>& memory, const RowSpread<Chain>& spread) {
+  const auto write = [&](auto width, auto pass_shift) {
+    return RowGradients<Chain, decltype(width)::value, decltype(pass_shift)::value>(pack, row, memory, spread)
+        .write();
+  };
+  const std::integral_constant<int, kPackWidth> wide{};
+  if (pack.shape.width == 1)
+    return write(std::integral_constant<int, 1>{}, std::integral_constant<int, -1>{});
+  if (pack.shape.pass_shift == 0) return write(wide, std::integral_constant<int, 0>{});
+  if (pack.shape.pass_shift == 1) return write(wide, std::integral_constant<int, 1>{});
+  return write(wide, std::integral_constant<int, 2>{});
 }
 
 __device__ inline void pack_row_as(DType dtype, const PackedRows& to, int64_t row, const float* values,
@@ -420,14 +484,12 @@ __global__ void __launch_bounds__(kPackThreads, kPackBlocks)
   load_row_channels(pack, row, memory);
   spread.prepare();
   __syncthreads();
-  const unsigned of_warp = __reduce_max_sync(~0u, write_row_gradients(pack, row, memory, spread));
-  if (lane_of_thread() == 0) memory.largest[threadIdx.x / kWarpThreads] = of_warp;
-  __syncthreads();
+  const float of_thread = write_row_gradients(pack, row, memory, spread);
+  unsigned largest = largest_of_block(__float_as_uint(of_thread), memory.largest);
   write_row_sums(pack, row, memory);
   if (pack.to.units == nullptr) return;
-  unsigned largest = 0;
-#pragma unroll
-  for (int warp = 0; warp < kPackThreads / kWarpThreads; ++warp) largest = max(largest, memory.largest[warp]);
+  if (largest >= kInfinityBits)
+    largest = largest_of_block(largest_finite(pack, memory.values), memory.largest + kPackWarps);
   pack_row_as(pack.dtype, pack.to, row.index, memory.values, pack.shape.pitch, largest);
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -54,9 +54,9 @@ def convolution_backward(
 ) -> list[Tensor | None]:
     """Gradients of input, weight and bias; None where ``mask`` says that nobody asks for it.
 
-    ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flag would have it use TF32
-    against ``"ieee"``, each factor is split in two, and three products of TF32 precision give the exact
-    one. ``"tf32"`` allows TF32 and does not force it.
+    ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flag would have it use TF32 against ``"ieee"``,
+    it runs in float64: products of TF32 parts would be exact too, but not their sums, which the tensor cores cut off.
+    ``"tf32"`` allows TF32 and does not force it.
     """
 
     def product(grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]) -> list[Tensor | None]:
@@ -69,33 +69,6 @@ def convolution_backward(
         precision = get_float32_precision()
     rounds = grad.is_cuda and grad.dtype is torch.float32 and torch.backends.cudnn.allow_tf32
     if precision == "ieee" and rounds:
-        return _three_products(product, grad, input, weight, mask)
+        exact = product(grad.double(), input.double(), weight.double(), mask)
+        return [None if gradient is None else gradient.to(grad.dtype) for gradient in exact]
     return product(grad, input, weight, mask)
-
-
-Product = Callable[[Tensor, Tensor, Tensor, Sequence[bool]], list[Tensor | None]]
-
-
-def _three_products(
-    product: Product, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-) -> list[Tensor | None]:
-    """high * high + low * high + high * low; the smallest, low * low, is under float32's rounding."""
-    (grad, grad_low), (input, input_low), (weight, weight_low) = map(_split, (grad, input, weight))
-    parts = (
-        product(grad_low, input, weight, mask),
-        product(grad, input_low, weight_low, (*mask[:2], False)),  # the bias has one factor only
-        product(grad, input, weight, mask),
-    )
-    sums: list[Tensor | None] = []
-    for terms in zip(*parts, strict=True):
-        present = [term for term in terms if term is not None]
-        sums.append(sum(present[1:], present[0]) if present else None)
-    return sums
-
-
-def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x = high + low, both exact in TF32's 10 bits of mantissa, but for the last bits of low."""
-    with torch.no_grad():
-        high = (x.detach().view(torch.int32) & -(1 << 13)).view(torch.float32)
-        low = (x - high).nan_to_num(0.0)  # inf - inf
-    return x - low, low
