@@ -92,33 +92,12 @@ __device__ void pack_row(const PackedRows& to, int64_t row, const float* values,
   const float scale = power_of_two(exponent);
   if (Mode::kScales && threadIdx.x == 0) to.exponents[row] = exponent;
   uint4* const units = to.units + row * packed_row_units(to);
-<<<<<<< HEAD
   if (row == 0 && threadIdx.x < kZeroGuardUnits) units[-1 - int(threadIdx.x)] = {};
-  constexpr int kWarps = kThreads / 32;
   int chunk = threadIdx.x / 32;  // a warp has 32 columns of one at a time
   for (int col = threadIdx.x % 32;; chunk += kWarps) {
     for (; chunk >= to.chunks; chunk -= to.chunks) col += 32;
     if (col >= to.pitch) break;
-    Pack<Element, kUnitChannels> part[Mode::kParts];
-#pragma unroll
-    for (int k = 0; k < kUnitChannels; ++k) {
-      const int c = chunk * kUnitChannels + k;
-      const float x = c < to.channels && col < to.cols ? values[c * pitch + col] * scale : 0.0f;
-      part[0].element[k] = narrow<Element>(x);
-      if constexpr (Mode::kParts == 2)
-        part[1].element[k] = narrow<Element>(x - widen<float>(part[0].element[k]));
-    }
-#pragma unroll
-    for (int p = 0; p < Mode::kParts; ++p) {
-      uint4 unit;
-      memcpy(&unit, &part[p], sizeof(unit));
-      units[(chunk * Mode::kParts + p) * to.pitch + col] = unit;
-=======
-  int chunk = threadIdx.x / 32;  // a warp has 32 columns of one at a time
-  for (int col = threadIdx.x % 32;; chunk += kWarps) {
-    for (; chunk >= to.chunks; chunk -= to.chunks) col += 32;
-    if (col >= to.cols) break;
-    const int channels = to.channels - chunk * kUnitChannels;
+    const int channels = col < to.cols ? to.channels - chunk * kUnitChannels : 0;
     const float* const from = values + chunk * kUnitChannels * pitch + col;
     float x[kUnitChannels]{};
     if (channels >= kUnitChannels) {  // spares a comparison for each
@@ -129,15 +108,14 @@ __device__ void pack_row(const PackedRows& to, int64_t row, const float* values,
       for (int k = 0; k < kUnitChannels; ++k) {
         if (k < channels) x[k] = from[k * pitch] * scale;
       }
->>>>>>> 2db99be (CUDA backward: fewer instructions for a packed row)
     }
     PackedUnit parts[Mode::kParts];
     pack_unit<Mode>(x, parts);
-    uint4* const unit = units + chunk * Mode::kParts * to.cols + col;
+    uint4* const unit = units + chunk * Mode::kParts * to.pitch + col;
 #pragma unroll
     for (int p = 0; p < Mode::kParts; ++p)
-      unit[p * to.cols] = {parts[p].element[0], parts[p].element[1], parts[p].element[2],
-                           parts[p].element[3]};
+      unit[p * to.pitch] = {parts[p].element[0], parts[p].element[1], parts[p].element[2],
+                            parts[p].element[3]};
   }
 }
 

@@ -54,7 +54,7 @@ def convolution_backward(
 ) -> list[Tensor | None]:
     """Gradients of input, weight and bias; None where ``mask`` says that nobody asks for it.
 
-    ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flag would have it use TF32 against ``"ieee"``,
+    ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flag would use TF32 against ``"ieee"``,
     it runs in float64: products of TF32 parts would be exact too, but not their sums, which the tensor cores cut off.
     ``"tf32"`` allows TF32 and does not force it.
     """
