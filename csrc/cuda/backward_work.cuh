@@ -121,8 +121,8 @@ __device__ Channel<T> channel_of_warp(const BackwardWork<T>& work, const Slice& 
 
 // Without the means, which may not be known yet.
 template <class Chain, class T>
-__device__ NormGradient<T> norm_gradient_of(const BackwardWork<T>& work, const Slice& slice) {
-  const Norm<T> norm = norm_at<Chain>(work, slice.sample, slice.channel);
+__device__ NormGradient<T> norm_gradient_of(const BackwardWork<T>& work, int64_t sample, int64_t c) {
+  const Norm<T> norm = norm_at<Chain>(work, sample, c);
   return {norm.scale, norm.shift, T(0), T(0)};
 }
 
@@ -134,6 +134,12 @@ __device__ NormGradient<T> whole_norm_gradient_of(const BackwardWork<T>& work, i
   const GroupMeans<T> means = work.means[sample * work.arguments.num_groups + group];
   return {norm.scale, norm.shift, means.mean, means.mean_product};
 }
+
+// What is known of a channel of a sample. Aligned so that few loads get it.
+struct alignas(16) SampleChannel {
+  Channel<float> channel;
+  NormGradient<float> norm;
+};
 
 // What comes after the norm reads or makes, summed before the gradient of the norm is known.
 template <class Chain>

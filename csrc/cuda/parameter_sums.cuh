@@ -30,6 +30,26 @@ inline PartialSums sums_from(const PartialSums& sums, int64_t plane) {
   return from;
 }
 
+// Of kCount values a lane over so many lanes next to each other, a power of two: these get the sums in turn,
+// lanes / kCount of them the same one. A few of them are added in float.
+template <int kCount>
+__device__ double sum_over_lanes(float (&x)[kCount], int lanes = kWarpThreads) {
+  int distance = lanes / 2;
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2) {
+    const bool is_upper = (threadIdx.x & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float given = is_upper ? x[i] : x[i + half];
+      x[i] = (is_upper ? x[i + half] : x[i]) + __shfl_xor_sync(~0u, given, distance);
+    }
+    distance /= 2;
+  }
+  double sum = double(x[0]);
+  for (; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+  return sum;
+}
+
 // Of a slice, from those of its team's threads. By all threads of a block.
 template <unsigned kKinds, class T>
 __device__ void write_sums(const Slice& slice, const T (&sums)[kGradientKinds], const PartialSums& to) {

@@ -7,6 +7,7 @@
 
 #include <variant>
 
+#include "tensor_channel_sums.cuh"
 #include "tensor_pack_gradient.cuh"
 #include "tensor_pieces.cuh"
 #include "workspace.cuh"
@@ -30,6 +31,7 @@ class BackwardRun {
         windows_(kPools ? pooled(0) * pooled(1) : pixels_),
         plane_(slice_planes(pixels_)),
         window_plane_(kPools ? slice_windows() : plane_),
+        sums_channels_(kMaySumChannels && problem.v.dtype == DType::kFloat32 && has_channel_sums(channels_)),
         writes_(problem.wants_v || wants_any(kOfAll<Chain>)),
         runs_(writes_ || wants_any(kAfterNorm<Chain>)) {
     if (runs_) take_memory(std::min(step_samples, samples_), workspace);
@@ -90,6 +92,9 @@ class BackwardRun {
     } else if constexpr (kReducesChannels) {
       if (const cudaError_t status = load_kernel(logsumexp_table<Chain, T>)) return status;
     }
+    if constexpr (kMaySumChannels) {
+      if (const cudaError_t status = load_kernel(channel_sums<Chain>)) return status;
+    }
     if constexpr (kNeedsStatistics && !kPools) {
       if (const cudaError_t status = load_kernel(sums_after_norm<Chain, T>)) return status;
     }
@@ -101,6 +106,7 @@ class BackwardRun {
   static constexpr bool kNeedsStatistics = Chain::kNeedsStatistics;
   static constexpr bool kPools = Chain::Reduce::kPools;
   static constexpr bool kReducesChannels = Chain::Reduce::kReducesChannels;
+  static constexpr bool kMaySumChannels = kReducesChannels && kNeedsStatistics && std::is_same_v<T, float>;
 
   // ---- launches ----
 
@@ -112,29 +118,40 @@ class BackwardRun {
   // All that the gradient of v at a place takes, and the sums behind the norm.
   cudaError_t launch_before_gradient(const BackwardWork<T>& work, bool& overlaps, cudaStream_t stream) const {
     if (!fits()) return cudaErrorInvalidValue;
-    const auto launch = [&](auto* kernel, int64_t blocks) {
-      const cudaError_t status = launch_planes(kernel, blocks, work, overlaps, stream);
-      overlaps = card_.overlaps_kernels;
-      return status;
-    };
     if constexpr (kNeedsStatistics) {
       if (const cudaError_t status = launch_unit_norms(work.samples, work.v.data, stream)) return status;
       overlaps = card_.overlaps_kernels;
     }
-    if constexpr (kPools) {
-      if (const cudaError_t status = launch(max_pool_table<Chain, T>, blocks_of(work.windows))) return status;
-    } else if constexpr (kReducesChannels) {
-      if (const cudaError_t status = launch(logsumexp_table<Chain, T>, work.samples * work.blocks_per_sample))
-        return status;
-    }
-    if constexpr (kNeedsStatistics && !kPools) {
-      if (const cudaError_t status = launch(sums_after_norm<Chain, T>, blocks_of(work.planes))) return status;
-    }
+    if (const cudaError_t status = launch_reduction(work, overlaps, stream)) return status;
     if constexpr (kNeedsStatistics) {
       if (writes_)
         return launch_group_means<T>(work.after_norm, work.samples, channels_, pixels_, problem_.arguments,
                                      work.norms, work.means, overlaps, stream);
     }
+    return cudaSuccess;
+  }
+
+  // The reduction's table, and the sums behind the norm.
+  cudaError_t launch_reduction(const BackwardWork<T>& work, bool& overlaps, cudaStream_t stream) const {
+    const auto launch = [&](auto* kernel, int64_t blocks) {
+      const cudaError_t status = launch_planes(kernel, blocks, work, overlaps, stream);
+      overlaps = card_.overlaps_kernels;
+      return status;
+    };
+    if constexpr (kPools) return launch(max_pool_table<Chain, T>, blocks_of(work.windows));
+    if constexpr (kMaySumChannels) {
+      if (sums_channels_) {
+        const LaunchShape shape{grid_of(work.samples * work.blocks_per_sample, 1),
+                                channel_sums_threads(channels_), 0, overlaps};
+        overlaps = card_.overlaps_kernels;
+        return launch_kernel(channel_sums<Chain>, shape, stream, work);
+      }
+    }
+    if constexpr (kReducesChannels) {
+      if (const cudaError_t status = launch(logsumexp_table<Chain, T>, work.samples * work.blocks_per_sample))
+        return status;
+    }
+    if constexpr (kNeedsStatistics) return launch(sums_after_norm<Chain, T>, blocks_of(work.planes));
     return cudaSuccess;
   }
 
@@ -165,6 +182,7 @@ class BackwardRun {
     return slice_planes(windows_, std::max<int64_t>(kThreadValues / (window[0] * window[1]), 1),
                         lanes_of_window());
   }
+  int64_t spans() const { return cuda::divide_up(pixels_, kSpanPixels); }                // of a sample
   int64_t results() const { return kReducesChannels ? pixels_ : channels_ * windows_; }  // of a sample
   int64_t groups() const { return kNeedsStatistics ? problem_.arguments.num_groups : 1; }
 
@@ -178,7 +196,7 @@ class BackwardRun {
 
   void take_memory(int64_t step_samples, Workspace& workspace) {
     after_norm_ = take_sums(kAfterNorm<Chain>, kinds(true, {kOfNormWeight, kOfNormBias}),
-                            window_plane_.slices, workspace);
+                            sums_channels_ ? spans() : window_plane_.slices, workspace);
     if (writes_)
       of_all_ = take_sums(kOfAll<Chain>, 0, packs_ ? problem_.v.size[2] : plane_.slices, workspace);
     if constexpr (kNeedsStatistics) {
@@ -327,7 +345,7 @@ class BackwardRun {
     const int64_t loads = cuda::divide_up(pixels_, work.width);
     work.lanes = kWarpThreads / cuda::power_of_two_from(loads, line);
     while (work.lanes < kWarpThreads && 2 * work.lanes * loads <= kPlaneThreads) work.lanes *= 2;
-    work.blocks_per_sample = cuda::divide_up(loads, kPlaneThreads / work.lanes);
+    work.blocks_per_sample = sums_channels_ ? spans() : cuda::divide_up(loads, kPlaneThreads / work.lanes);
     work.by_blocks_per_sample =
         cuda::wide_divisor(work.blocks_per_sample, (work.samples + 1) * work.blocks_per_sample);
     work.most = most_;
@@ -343,7 +361,8 @@ class BackwardRun {
   const int64_t windows_;  // of a plane; its pixels where nothing is pooled
   const PlaneSlices plane_;
   const PlaneSlices window_plane_;
-  const bool writes_;  // anything that takes a last pass over v
+  const bool sums_channels_;  // one kernel does what two do elsewhere
+  const bool writes_;         // anything that takes a last pass over v
   const bool runs_;
   // Of all samples.
   PartialSums after_norm_{};

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
   wait_for_earlier_kernels();
   const Slice slice(work.planes);
   const Channel<T> channel = channel_of_warp<Chain>(work, slice);
-  const NormGradient<T> norm = norm_gradient_of<Chain>(work, slice);
+  const NormGradient<T> norm = norm_gradient_of<Chain>(work, slice.sample, slice.channel);
   T sums[kGradientKinds]{};
   visit_count(work, [&](auto count) {
     for_each_spread<decltype(count)::value, Chain>(

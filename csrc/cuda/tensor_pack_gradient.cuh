@@ -47,12 +47,6 @@ struct PackWork {
   PackShape shape;
 };
 
-// What is known of a channel of a sample. Aligned so that few loads get it.
-struct alignas(16) RowChannel {
-  Channel<float> channel;
-  NormGradient<float> norm;
-};
-
 constexpr int count_of(unsigned mask) {
   int count = 0;
   for (; mask != 0; mask >>= 1) count += mask & 1;
@@ -62,11 +56,11 @@ constexpr int count_of(unsigned mask) {
 // A block's shared memory.
 template <class Chain>
 struct PackMemory {
-  float* values;         // [channels][pitch]
-  float* of_pixels;      // [2][pitch], where channels are reduced
-  RowChannel* channels;  // [channels], where there is anything to be known of them
-  unsigned* largest;     // [2][warps]
-  double* sums;          // [kinds][channels]
+  float* values;            // [channels][pitch]
+  float* of_pixels;         // [2][pitch], where channels are reduced
+  SampleChannel* channels;  // [channels], where there is anything to be known of them
+  unsigned* largest;        // [2][warps]
+  double* sums;             // [kinds][channels]
 
   static constexpr int kPixelRows = Chain::Reduce::kReducesChannels ? 2 : 0;
   static constexpr int kKinds = count_of(kOfAll<Chain>);
@@ -74,13 +68,13 @@ struct PackMemory {
   __device__ PackMemory(void* memory, int of_channels, int pitch)
       : values(static_cast<float*>(memory)),
         of_pixels(values + of_channels * pitch),
-        channels(reinterpret_cast<RowChannel*>(of_pixels + kPixelRows * pitch)),
+        channels(reinterpret_cast<SampleChannel*>(of_pixels + kPixelRows * pitch)),
         largest(reinterpret_cast<unsigned*>(channels + (kHasChannels<Chain> ? of_channels : 0))),
         sums(reinterpret_cast<double*>(largest + 2 * kPackWarps)) {}
 
   static int64_t bytes(int64_t of_channels, int64_t pitch) {
     return int64_t(sizeof(float)) * (of_channels + kPixelRows) * pitch +
-           (kHasChannels<Chain> ? int64_t(sizeof(RowChannel)) * of_channels : 0) +
+           (kHasChannels<Chain> ? int64_t(sizeof(SampleChannel)) * of_channels : 0) +
            int64_t(sizeof(unsigned)) * 2 * kPackWarps + int64_t(sizeof(double)) * kKinds * of_channels;
   }
 
@@ -245,24 +239,7 @@ class RowSpread<Chain, ChannelLogSumExp> {
   float* const factor_;
 };
 
-// ---- sums of a row ----
-
-// Of kPackItems values a lane, one after the other, over lanes next to each other: the first quarter of
-// lanes gets that of the first items, and so on; but neighbouring quarters share one where items are of one
-// channel. A thread's few values and those of four lanes are added in float.
-__device__ inline double sum_of_items(const float (&x)[kPackItems], int lanes, int pass_shift) {
-  static_assert(kPackItems == 4);
-  const bool has_last = (threadIdx.x & (lanes / 2)) != 0;
-  const float low = (has_last ? x[2] : x[0]) + __shfl_xor_sync(~0u, has_last ? x[0] : x[2], lanes / 2);
-  const float high = (has_last ? x[3] : x[1]) + __shfl_xor_sync(~0u, has_last ? x[1] : x[3], lanes / 2);
-  const int quarter = lanes / kPackItems;
-  const bool has_high = (threadIdx.x & quarter) != 0;
-  double sum = double((has_high ? high : low) + __shfl_xor_sync(~0u, has_high ? low : high, quarter));
-  for (int distance = quarter / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-  for (int distance = quarter; distance < quarter << pass_shift; distance *= 2)
-    sum += __shfl_xor_sync(~0u, sum, distance);
-  return sum;
-}
+// ---- the gradients of a row ----
 
 // How lanes share rows of channels: whole warps have them, and kPassShift is known when compiled, or neither.
 template <int kPassShift>
@@ -328,7 +305,7 @@ class RowGradients {
     int col;
     int64_t offset;  // in the tensor
     float* value;    // in shared memory
-    const RowChannel* of_channel;
+    const SampleChannel* of_channel;
   };
 
   struct Loaded {
@@ -362,7 +339,7 @@ class RowGradients {
   }
 
   __device__ void write_item(const Place& place, int k, const Loaded& loaded, float (&sums)[kGradientKinds]) {
-    RowChannel of{};
+    SampleChannel of{};
     if constexpr (kHasChannels<Chain>) of = place.of_channel[lanes_.channel_of(k)];
     float* const value = place.value + lanes_.channel_of(k) * pack_.shape.pitch + cols_to(k);
     Pack<float, kWidth> grad =
@@ -383,8 +360,12 @@ class RowGradients {
 #pragma unroll
     for (int kind = 0; kind < kGradientKinds; ++kind) {
       if ((kOfAll<Chain> >> kind & 1) == 0 || pack_.work.of_all.of[kind] == nullptr) continue;
-      const float of_kind[] = {sums[0][kind], sums[1][kind], sums[2][kind], sums[3][kind]};
-      const double sum = sum_of_items(of_kind, lanes_.count(), lanes_.pass_shift());
+      float of_kind[kPackItems];
+#pragma unroll
+      for (int k = 0; k < kPackItems; ++k) of_kind[k] = sums[k][kind];
+      double sum = sum_over_lanes(of_kind, lanes_.count());
+      for (int distance = lanes_.count() / kPackItems; distance < of_channel; distance *= 2)
+        sum += __shfl_xor_sync(~0u, sum, distance);
       double& total = memory_.sums_of(kind, channels_)[c];
       if (writes) total = is_first ? sum : total + sum;
     }

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
   wait_for_earlier_kernels();
   const Slice slice(work.windows);
   const Channel<T> channel = channel_of_warp<Chain>(work, slice);
-  const NormGradient<T> norm = norm_gradient_of<Chain>(work, slice);
+  const NormGradient<T> norm = norm_gradient_of<Chain>(work, slice.sample, slice.channel);
   const PoolShape& pool = work.pool;
   const int shift = log2_of(pool.lanes);
   const int lane = slice.thread & (pool.lanes - 1);
