@@ -14,6 +14,7 @@ struct PoolShape {
   int window_rows, window_cols;
   int pooled_rows, pooled_cols;
   int lanes;                         // that share a window: a power of two
+  bool has_pairs;                    // windows are 2 or 4 columns of whole pairs, and lanes share none
   cuda::WideDivisor by_cols;         // pixels of a plane
   cuda::WideDivisor by_pooled_cols;  // windows of a plane
   cuda::Divisor by_window_rows, by_window_cols;

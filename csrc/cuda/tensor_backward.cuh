@@ -179,8 +179,10 @@ class BackwardRun {
   }
   PlaneSlices slice_windows() const {
     const int64_t* window = problem_.arguments.pool;
-    return slice_planes(windows_, std::max<int64_t>(kThreadValues / (window[0] * window[1]), 1),
-                        lanes_of_window());
+    constexpr int64_t kLeast = 2;  // windows: what a thread does once takes as long
+    const int lanes = lanes_of_window();
+    const int64_t of_thread = std::max(kThreadValues / (window[0] * window[1]), lanes == 1 ? kLeast : 1);
+    return slice_planes(windows_, of_thread, lanes);
   }
   int64_t spans() const { return cuda::divide_up(pixels_, kSpanPixels); }                // of a sample
   int64_t results() const { return kReducesChannels ? pixels_ : channels_ * windows_; }  // of a sample
@@ -330,6 +332,9 @@ class BackwardRun {
     pool.pooled_rows = int(pooled(0));
     pool.pooled_cols = int(pooled(1));
     pool.lanes = lanes_of_window();
+    pool.has_pairs = pool.lanes == 1 && bytes_of(work.v.dtype) == int(sizeof(T)) &&
+                     (window[1] == 2 || window[1] == 4) && size[1] % 2 == 0 &&
+                     is_aligned(work.v.data, 2 * bytes_of(work.v.dtype));
     pool.by_cols = cuda::wide_divisor(size[1], pixels_);
     pool.by_pooled_cols = cuda::wide_divisor(std::max<int64_t>(pooled(1), 1), windows_);
     pool.by_window_rows = cuda::divisor(pool.window_rows);

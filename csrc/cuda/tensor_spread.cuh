@@ -78,6 +78,51 @@ __device__ Maximum<T> maximum_of_lane(const BackwardWork<T>& work, int64_t plane
   return most;
 }
 
+// Of a window of so many columns, by one thread. v holds what is computed in.
+template <class Chain, class T, int kCols>
+__device__ Maximum<T> maximum_of_pairs(const BackwardWork<T>& work, int64_t plane, int2 corner,
+                                       const Channel<T>& channel) {
+  constexpr int kRows = 32 / int(sizeof(T)) / 2;  // at once
+  const PoolShape& pool = work.pool;
+  const T* from =
+      static_cast<const T*>(work.v.data) + plane * work.pixels + int64_t(corner.x) * pool.cols + corner.y;
+  T most = -T(INFINITY);
+  int most_at = 0;
+  for (int first = 0; first < pool.window_rows; first += kRows, from += int64_t(kRows) * pool.cols) {
+    Pack<T, 2> v[kRows][kCols / 2];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (first + r >= pool.window_rows) continue;
+#pragma unroll
+      for (int q = 0; q < kCols / 2; ++q) v[r][q] = load_pack<2>(from + int64_t(r) * pool.cols + 2 * q);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (first + r >= pool.window_rows) continue;
+#pragma unroll
+      for (int q = 0; q < kCols; ++q) {
+        const T x = Chain::value(v[r][q / 2].element[q % 2], channel);
+        const bool is_better = x > most || x != x;
+        most = is_better ? x : most;
+        most_at = is_better ? (first + r) * kCols + q : most_at;
+      }
+    }
+  }
+  return {most, make_int2(corner.x + most_at / kCols, corner.y + most_at % kCols)};
+}
+
+template <class Chain, class T>
+__device__ Maximum<T> maximum_of_window(const BackwardWork<T>& work, int64_t plane, int2 corner, int lane,
+                                        const Channel<T>& channel) {
+  if (work.pool.has_pairs) {
+    if (work.pool.window_cols == 2) return maximum_of_pairs<Chain, T, 2>(work, plane, corner, channel);
+    return maximum_of_pairs<Chain, T, 4>(work, plane, corner, channel);
+  }
+  Maximum<T> most = maximum_of_lane<Chain>(work, plane, corner, lane, channel);
+  most.add_lanes(work.pool.lanes);
+  return most;
+}
+
 // The table of a max pool, and the sums behind the norm: only the places of maxima have a part in them.
 template <class Chain, class T>
 __global__ void __launch_bounds__(kPlaneThreads)
@@ -98,8 +143,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
     const int64_t row = pool.by_pooled_cols.divide(window);
     const int col = int(window - row * pool.pooled_cols);
     const int2 corner = make_int2(int(row) * pool.window_rows, col * pool.window_cols);
-    Maximum<T> most = maximum_of_lane<Chain>(work, slice.plane, corner, lane, channel);
-    most.add_lanes(pool.lanes);
+    const Maximum<T> most = maximum_of_window<Chain>(work, slice.plane, corner, lane, channel);
     if (!exists || lane > 0) continue;
 
     const int64_t at = slice.plane * work.windows.of.values + window;
