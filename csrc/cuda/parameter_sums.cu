@@ -5,34 +5,63 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 namespace {
 
-constexpr int kSumThreads = 128;
+constexpr int kMeanThreads = 128;
+constexpr int kParameterThreads = 512;
 constexpr int64_t kMostBlocks = 1 << 15;
 
-// The sum of value(i) for all i under count, in the block's first thread.
-template <class Value>
-__device__ double sum_of_block(int64_t count, const Value& value) {
-  constexpr int kWarps = kSumThreads / kWarpThreads;
-  __shared__ double of_warp[kWarps];
-  double sum = 0;
-#pragma unroll 4
-  for (int64_t i = threadIdx.x; i < count; i += kSumThreads) sum += value(i);
+// kCount sums, of the warps' shares of them, for all threads of a block.
+template <int kThreads, int kCount>
+__device__ void sum_over_block(double (&sums)[kCount]) {
+  constexpr int kWarps = kThreads / kWarpThreads;
+  __shared__ double of_warp[kWarps][kCount];
 #pragma unroll
-  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2)
-    sum += __shfl_xor_sync(~0u, sum, distance);
-  if (lane_of_thread() == 0) of_warp[threadIdx.x / kWarpThreads] = sum;
-  __syncthreads();
-  sum = of_warp[0];
+  for (int k = 0; k < kCount; ++k) {
 #pragma unroll
-  for (int w = 1; w < kWarps; ++w) sum += of_warp[w];
+    for (int distance = kWarpThreads / 2; distance > 0; distance /= 2)
+      sums[k] += __shfl_xor_sync(~0u, sums[k], distance);
+    if (lane_of_thread() == 0) of_warp[threadIdx.x / kWarpThreads][k] = sums[k];
+  }
   __syncthreads();
-  return sum;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    sums[k] = of_warp[0][k];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) sums[k] += of_warp[w][k];
+  }
+  __syncthreads();
+}
+
+// Adds value(line, i, k) for all lines and all i of a line, as a block's threads share them out: lanes next
+// to each other have a line.
+template <int kThreads, int kCount, class Value>
+__device__ void add_lines(int64_t lines, int64_t line_values, double (&sums)[kCount], const Value& value) {
+  constexpr int kAtOnce = 8 / kCount;  // lines
+  int shift = 0;
+  while (1 << shift < kWarpThreads && 1 << shift < line_values) ++shift;
+  const int step = kThreads >> shift;
+  for (int64_t first = threadIdx.x >> shift; first < lines; first += kAtOnce * step) {
+    for (int64_t i = threadIdx.x & ((1 << shift) - 1); i < line_values; i += 1 << shift) {
+      double x[kAtOnce][kCount]{};
+#pragma unroll
+      for (int l = 0; l < kAtOnce; ++l) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+          if (first + l * step < lines) x[l][k] = value(first + l * step, i, k);
+        }
+      }
+#pragma unroll
+      for (int l = 0; l < kAtOnce; ++l) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) sums[k] += x[l][k];
+      }
+    }
+  }
 }
 
 struct SumsOfGroups {
   const double* norm_bias;
   const double* norm_weight;
   int64_t slices;
-  cuda::WideDivisor by_slices;
   int64_t groups;  // of all samples
   int64_t group_channels;
   int64_t channels;
@@ -42,7 +71,7 @@ struct SumsOfGroups {
 
 // A block for each group of each sample.
 template <class T>
-__global__ void __launch_bounds__(kSumThreads)
+__global__ void __launch_bounds__(kMeanThreads)
     norm_gradient_means(const __grid_constant__ SumsOfGroups sums, const Norm<T>* norms,
                         GroupMeans<T>* means) {
   let_next_kernel_start();
@@ -50,38 +79,36 @@ __global__ void __launch_bounds__(kSumThreads)
   for (int64_t group = blockIdx.x; group < sums.groups; group += gridDim.x) {
     const int64_t first = group * sums.group_channels;  // counted through all samples
     const int64_t first_channel = first % sums.channels;
-    const auto weighted = [&](const double* of) {
-      return sum_of_block(sums.group_channels * sums.slices, [&](int64_t i) {
-        const double weight = value_of<double>(sums.weight, first_channel + sums.by_slices.divide(i), 1.0);
-        return weight * of[first * sums.slices + i];
-      });
-    };
-    const double mean = weighted(sums.norm_bias);
-    const double mean_product = weighted(sums.norm_weight);
+    double totals[2]{};  // of the gradient, and of its product with what it is the gradient of
+    add_lines<kMeanThreads>(sums.group_channels, sums.slices, totals, [&](int64_t c, int64_t i, int k) {
+      const double weight = value_of<double>(sums.weight, first_channel + c, 1.0);
+      return weight * (k == 0 ? sums.norm_bias : sums.norm_weight)[(first + c) * sums.slices + i];
+    });
+    sum_over_block<kMeanThreads>(totals);
     const double factor = double(norms[first].scale) / sums.values;
-    if (threadIdx.x == 0) means[group] = {T(mean * factor), T(mean_product * factor)};
+    if (threadIdx.x == 0) means[group] = {T(totals[0] * factor), T(totals[1] * factor)};
   }
 }
 
 // A row of the grid for each kind, and of that a block for each channel.
 template <class T>
-__global__ void __launch_bounds__(kSumThreads)
+__global__ void __launch_bounds__(kParameterThreads)
     parameter_gradients(const __grid_constant__ ParameterGradients gradients, int64_t samples,
                         int64_t channels) {
   const ParameterGradient& gradient = gradients.of[blockIdx.y];
   if (gradient.to == nullptr) return;
   for (int64_t c = blockIdx.x; c < channels; c += gridDim.x) {
-    double sum = 0;
+    double sum[1]{};
     for (int source = 0; source < 2; ++source) {
       const double* const sums = gradient.sums[source];
-      if (sums == nullptr) continue;
       const int64_t slices = gradient.slices[source];
-      sum += sum_of_block(samples * slices, [&](int64_t i) {
-        const int64_t sample = i / slices;
-        return sums[(sample * channels + c) * slices + (i - sample * slices)];
+      if (sums == nullptr) continue;
+      add_lines<kParameterThreads>(samples, slices, sum, [&](int64_t sample, int64_t i, int) {
+        return sums[(sample * channels + c) * slices + i];
       });
     }
-    if (threadIdx.x == 0) static_cast<T*>(gradient.to)[c] = T(sum);
+    sum_over_block<kParameterThreads>(sum);
+    if (threadIdx.x == 0) static_cast<T*>(gradient.to)[c] = T(sum[0]);
   }
 }
 
@@ -96,14 +123,13 @@ cudaError_t launch_group_means(const PartialSums& sums, int64_t samples, int64_t
   const SumsOfGroups of_groups{sums.of[kOfNormBias],
                                sums.of[kOfNormWeight],
                                sums.slices,
-                               cuda::wide_divisor(sums.slices, group_channels * sums.slices),
                                groups,
                                group_channels,
                                channels,
                                double(group_channels) * double(pixels),
                                arguments.norm_weight};
   return launch_kernel(norm_gradient_means<T>,
-                       {dim3(unsigned(std::min(groups, kMostBlocks))), kSumThreads, 0, overlaps}, stream,
+                       {dim3(unsigned(std::min(groups, kMostBlocks))), kMeanThreads, 0, overlaps}, stream,
                        of_groups, norms, means);
 }
 
@@ -111,8 +137,8 @@ template <class T>
 cudaError_t launch_parameter_gradients(const ParameterGradients& gradients, int64_t samples, int64_t channels,
                                        cudaStream_t stream) {
   const dim3 grid(unsigned(std::min(channels, kMostBlocks)), kGradientKinds);
-  return launch_kernel(parameter_gradients<T>, {grid, kSumThreads, 0, false}, stream, gradients, samples,
-                       channels);
+  return launch_kernel(parameter_gradients<T>, {grid, kParameterThreads, 0, false}, stream, gradients,
+                       samples, channels);
 }
 
 template <class T>
