@@ -254,11 +254,10 @@ struct PackLanes {
   __device__ int pass_shift() const { return kIsKnown ? kPassShift : shape.pass_shift; }
   __device__ int channel_of(int item) const { return item >> pass_shift(); }
   __device__ int pass_of(int item) const { return item & ((1 << pass_shift()) - 1); }
-  __device__ int channels() const {
-    return kPackItems >> pass_shift();
-  }  // at a time, of lanes that share some
-  __device__ int passes_lanes() const { return count() << pass_shift(); }
+  // At a time: of lanes that share some, and of a warp.
+  __device__ int channels() const { return kPackItems >> pass_shift(); }
   __device__ int channels_of_warp() const { return kWarpThreads / count() * channels(); }
+  __device__ int passes_lanes() const { return count() << pass_shift(); }
   __device__ int first_channel() const {
     return threadIdx.x / kWarpThreads * channels_of_warp() +
            (kIsKnown ? 0 : (lane_of_thread() >> log2_of(count())) * channels());
