@@ -23,15 +23,28 @@ __device__ void multiply_parts(int product, float* d, const uint32_t (&a)[Mode::
   multiply_add<typename Mode::Element>(d, a[of_a], b[of_b][0], b[of_b][1]);
 }
 
-// Divides by two to some power, in two steps: one factor might not be a float.
+// Adds what is divided by two to some power, in two steps where one factor would not be a float.
 class Unscale {
  public:
   __device__ explicit Unscale(int exponent)
-      : first_(power_of_two(-(exponent / 2))), second_(power_of_two(exponent / 2 - exponent)) {}
-  __device__ float operator()(float x) const { return x * first_ * second_; }
+      : is_small_(abs(exponent) <= kMostExponent),
+        first_(power_of_two(is_small_ ? -exponent : -(exponent / 2))),
+        second_(power_of_two(is_small_ ? 0 : exponent / 2 - exponent)) {}
+
+  template <int kCount>
+  __device__ void add(float (&sums)[kCount], const float (&d)[kCount]) const {
+    if (is_small_) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sums[i] = fmaf(d[i], first_, sums[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sums[i] = fmaf(d[i] * first_, second_, sums[i]);
+    }
+  }
 
  private:
-  float first_, second_;
+  const bool is_small_;
+  const float first_, second_;
 };
 
 // The first taps of a window of the kernel.

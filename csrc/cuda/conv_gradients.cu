@@ -16,8 +16,8 @@ using cuda::Card;
 
 constexpr int kBlocksOfWeight = 4;  // of each kind on a multiprocessor, if its memory suffices
 constexpr int kBlocksOfInput = 4;
-constexpr int kMostStripRows = 32;
-constexpr int kLeastStripRows = 8;
+constexpr int kMostStripRows = 64;
+constexpr int kLeastStripRows = 4;
 constexpr int kMostKernel = 7;
 constexpr int kMostPadding = kZeroGuardUnits - kMostKernel;
 
@@ -39,11 +39,22 @@ ConvShape shape_of(const BackwardProblem& problem) {
 
 // ---- plans ----
 
-// Long strips read few rows twice; short ones give every block something to do.
-int strip_rows_for(int rows, int64_t strips, int64_t blocks) {
-  int strip_rows = kMostStripRows;
-  while (strip_rows > kLeastStripRows && strips * divide_up(rows, strip_rows) < blocks) strip_rows /= 2;
-  return strip_rows;
+// Into strips of how many rows maps are cut: as lets the blocks, each with some strips at a time, end
+// soonest. A strip reads a few rows that others read too.
+int strip_rows_for(int rows, int64_t columns, int64_t blocks) {
+  int best = 0;
+  int64_t least = 0;
+  for (int segments = divide_up(rows, kMostStripRows); segments <= divide_up(rows, kLeastStripRows);
+       ++segments) {
+    const int strip_rows = divide_up(rows, segments);
+    const int64_t rounds = (columns * divide_up(rows, strip_rows) + blocks - 1) / blocks;
+    const int64_t time = rounds * (strip_rows + kTaps - 1);
+    if (best == 0 || time < least) {
+      best = strip_rows;
+      least = time;
+    }
+  }
+  return best;
 }
 
 // Of all blocks that the card runs at a time, those for each of so many pairs of channels.

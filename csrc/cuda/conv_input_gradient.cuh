@@ -258,11 +258,7 @@ class InputGradientBlock {
 #pragma unroll
     for (int block = 0; block < kWarpBlocks; ++block) {
 #pragma unroll
-      for (int down = 0; down < kTaps; ++down) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          sums[block][down][i] += Mode::kScales ? unscale(d[block][down][i]) : d[block][down][i];
-      }
+      for (int down = 0; down < kTaps; ++down) unscale.add(sums[block][down], d[block][down]);
     }
   }
 

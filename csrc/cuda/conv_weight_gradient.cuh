@@ -174,10 +174,7 @@ class WeightGradientBlock {
     for (int y = 0; y < kTaps; ++y) {
       const Unscale unscale(exponent_of(strip, row, y));
 #pragma unroll
-      for (int x = 0; x < kTaps; ++x) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums_[y][x][i] += Mode::kScales ? unscale(d[y][x][i]) : d[y][x][i];
-      }
+      for (int x = 0; x < kTaps; ++x) unscale.add(sums_[y][x], d[y][x]);
     }
   }
 
