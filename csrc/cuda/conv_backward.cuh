@@ -10,9 +10,9 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Of v, for the chain's part: so much stays in the L2 cache until it has been read for the last time.
+// Of v, and of its gradient, for a step of the chain's part and of the conv's: enough for each kernel to fill
+// the card for a while. Steps that stay in the L2 cache are slower, see bench/NOTES.md.
 constexpr int64_t kChainStepBytes = int64_t(128) << 20;
-// Of the gradient of v, for the conv's part, whose kernels each fill the card for a while.
 constexpr int64_t kConvStepBytes = int64_t(128) << 20;
 
 // A launch, or, from a null workspace, what memory it would take.
