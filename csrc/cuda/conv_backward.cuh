@@ -13,7 +13,7 @@ inline namespace FUSEDCONV_TARGET {
 // Of v, and of its gradient, for a step of the chain's part and of the conv's: enough for each kernel to fill
 // the card for a while. Steps that stay in the L2 cache are slower, see bench/NOTES.md.
 constexpr int64_t kChainStepBytes = int64_t(128) << 20;
-constexpr int64_t kConvStepBytes = int64_t(128) << 20;
+constexpr int64_t kConvStepBytes = int64_t(192) << 20;
 
 // A launch, or, from a null workspace, what memory it would take.
 template <class Chain>
