@@ -404,7 +404,7 @@ __device__ void write_row_sums(const PackWork& pack, const PackRow& row, const P
 
 // Of each thread's; the memory is of a value a warp.
 __device__ inline unsigned largest_of_block(unsigned of_thread, unsigned* of_warps) {
-  const unsigned of_warp = __reduce_max_sync(~0u, of_thread);
+  const unsigned of_warp = largest_of_warp(of_thread);
   if (lane_of_thread() == 0) of_warps[threadIdx.x / kWarpThreads] = of_warp;
   __syncthreads();
   unsigned largest = 0;
