@@ -42,6 +42,7 @@ from gradients import (
     conv_gradients,
     gradients,
     named,
+    plain_gradients,
     smooth_direction,
 )
 from helpers import GRADIENT_BOUNDS, new_process, on, profile, same_bits
@@ -60,8 +61,8 @@ GRADIENT_VALUES: dict[str, Sequence[Any]] = VALUES | {
     "c_out": (4, 16, 17, 32, 64, 72),
     "height": SIDES,
     "width": (*SIDES, 126),
-    "kernel": ((1, 1), (3, 3), (3, 3), (5, 5)),
-    "padding": ((0, 0), (1, 1), (2, 2), SAME),
+    "kernel": ((1, 1), (3, 3), (3, 3), (5, 5), (2, 2), (4, 4), (7, 7), (1, 7), (3, 5), (5, 2)),
+    "padding": ((0, 0), (1, 1), (2, 2), (0, 3), (3, 1), SAME),
     "dilation": ((1, 1),),
 }
 
@@ -412,6 +413,34 @@ def test_no_synchronising_call(row: Row) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("ratio", [2.0**10, 2.0**-20, 2.0**24])
+@pytest.mark.parametrize("chain", ["group_norm_scale_max_pool_clamp", "group_norm_silu"])
+def test_weights_of_uneven_size(chain: str, ratio: float) -> None:
+    """A norm gives channels of small weights large gradients: their products, not they, are of one size."""
+    row = BY_NAME[chain]
+    call = draw(row, Case(2, (8, 32), (37, 41), padding=(1, 1), groups=8), IEEE.dtype)
+    weight = call.weight.clone()
+    weight[: weight.shape[0] // 2] *= ratio
+    check_conv_gradients(row, Call(call.x, weight, None, call.own, call.geometry), IEEE)
+
+
+@pytest.mark.parametrize("ratio", [2.0**10, 2.0**-20])
+def test_small_weights_have_exact_gradients(ratio: float) -> None:
+    """Without a norm gradients know nothing of the weights' size: those of each half are held by themselves."""
+    row = BY_NAME["relu_hardswish"]
+    call = draw(row, Case(2, (8, 32), (37, 41), padding=(1, 1)), IEEE.dtype)
+    weight, half = call.weight.clone(), call.weight.shape[0] // 2
+    weight[:half] *= ratio
+    uneven = Call(call.x, weight, call.bias, call.own, call.geometry)
+    direction = smooth_direction(row, uneven, IEEE)
+    ours = conv_gradients(row, uneven, IEEE, direction)["weight"].double()
+    right = plain_gradients(row, uneven.map(Tensor.double), direction)["weight"]
+    for of in (slice(None, half), slice(half, None)):
+        assert float((ours[of] - right[of]).norm()) <= GRADIENT_BOUNDS[torch.float32] * float(
+            right[of].norm()
+        )
+
+
 # ---- values that are not finite, freed tensors ---------------------------------------------------
 
 
@@ -425,6 +454,18 @@ def test_special_values_stay_in_their_sample(row: Row, value: float) -> None:
     found = conv_gradients(row, call, IEEE, direction)["input"]
     assert same_bits(found[0], right[0])
     assert same_bits(found[2], right[2])
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 5])
+def test_nan_in_a_gradient_goes_where_the_kernel_reaches(kernel: int) -> None:
+    """And nowhere else, also where windows of taps reach further."""
+    row = BY_NAME["relu_hardswish"]
+    call = draw(row, Case(1, (8, 32), (20, 35), kernel=(kernel, kernel), padding=(0, 0)), IEEE.dtype)
+    direction = torch.ones_like(plain_like(row, call))
+    direction[0, 3, 9, 17] = float("nan")
+    found = conv_gradients(row, call, IEEE, direction)["input"]
+    right = plain_gradients(row, call, direction)["input"]
+    assert torch.equal(found.isfinite(), right.isfinite())
 
 
 @all_rows

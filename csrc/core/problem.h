@@ -65,8 +65,8 @@ struct BackwardProblem {
   const void* grad;
   DType grad_dtype;  // on the CPU v's, as that of grad_v: float32 or float64
   Arguments arguments;
-  // Like v, and written whether it is wanted or not: steps keep in it what they need between them. May be v
-  // itself where nothing is reduced.
+  // Like v, and may be v itself where nothing is reduced. The CPU writes it whether it is wanted or not:
+  // steps keep in it what they need between them.
   void* grad_v;
   DType grad_v_dtype;
   bool wants_v;

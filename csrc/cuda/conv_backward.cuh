@@ -10,10 +10,9 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Of v, and of its gradient, for a step of the chain's part and of the conv's: enough for each kernel to fill
-// the card for a while. Steps that stay in the L2 cache are slower, see bench/NOTES.md.
-constexpr int64_t kChainStepBytes = int64_t(128) << 20;
-constexpr int64_t kConvStepBytes = int64_t(192) << 20;
+// Of what a step keeps of each kind: enough for each kernel to fill the card for a while. Steps that stay in
+// the L2 cache are slower, see bench/NOTES.md.
+constexpr int64_t kStepBytes = int64_t(160) << 20;
 
 // A launch, or, from a null workspace, what memory it would take.
 template <class Chain>
@@ -25,35 +24,34 @@ class ConvBackwardRun {
         plan_(plan),
         card_(card),
         workspace_(memory),
-        v_(workspace_.take<float>(element_count(problem.v) / problem.v.size[0] * plan.chain_samples)),
+        v_(workspace_.take<float>(element_count(problem.v) / problem.v.size[0] * plan.step_samples)),
         conv_workspace_(workspace_.take<char>(
-            cuda::identity.workspace(conv_problem(0, plan.chain_samples), plan.conv, card))),
-        chain_(problem, plan.chain_samples, workspace_, card, true),
-        gradients_(problem, plan.conv_samples, workspace_.take<char>(0), card) {}
+            cuda::identity.workspace(conv_problem(0, plan.step_samples), plan.conv, card))),
+        chain_(problem, plan.step_samples, workspace_, card, true),
+        gradients_(problem, plan.step_samples, workspace_.take<char>(0), card) {}
 
   size_t workspace_bytes() const { return workspace_.bytes() + gradients_.workspace_bytes(); }
 
   cudaError_t launch(cudaStream_t stream) const {
+    if (const cudaError_t status = gradients_.launch_balance(stream)) return status;
     const int64_t samples = problem_.v.size[0];
-    for (int64_t first = 0; first < samples; first += plan_.conv_samples) {
-      const int64_t end = std::min(first + plan_.conv_samples, samples);
-      for (int64_t n = first; n < end; n += plan_.chain_samples) {
-        const cudaError_t status = launch_chain(n, std::min(plan_.chain_samples, end - n), n - first, stream);
-        if (status != cudaSuccess) return status;
-      }
-      if (const cudaError_t status = gradients_.launch_step(first, end - first, stream)) return status;
+    for (int64_t first = 0; first < samples; first += plan_.step_samples) {
+      if (const cudaError_t status =
+              launch_step(first, std::min(plan_.step_samples, samples - first), stream))
+        return status;
     }
     if (const cudaError_t status = chain_.launch_parameters(stream)) return status;
     return gradients_.launch_weight(stream);
   }
 
  private:
-  // place: of the samples in the step of the conv's part.
-  cudaError_t launch_chain(int64_t first, int64_t samples, int64_t place, cudaStream_t stream) const {
+  cudaError_t launch_step(int64_t first, int64_t samples, cudaStream_t stream) const {
     if (const cudaError_t status =
             cuda::identity.launch(conv_problem(first, samples), plan_.conv, conv_workspace_, card_, stream))
       return status;
-    return chain_.launch_packed_step(first, samples, v_, samples_from(gradients_.grads(), place), stream);
+    if (const cudaError_t status = chain_.launch_packed_step(first, samples, v_, gradients_.grads(), stream))
+      return status;
+    return gradients_.launch_step(first, samples, stream);
   }
 
   // The conv of some samples, as a problem of its own.
@@ -101,11 +99,11 @@ class GivenBackwardRun {
 template <class Chain, bool kHasConv>
 struct ChainBackward {
   static cuda::BackwardPlan plan(const BackwardProblem& problem, const cuda::Card& card) {
-    if (element_count(problem.v) == 0) return {true, "nothing to do", {}, 0, 0, 0};
+    if (element_count(problem.v) == 0) return {true, "nothing to do", {}, 0, 0};
     if (problem.conv == nullptr)
-      return {true, "", {}, 0, 0, GivenBackwardRun<Chain>(problem, nullptr, card).workspace_bytes()};
+      return {true, "", {}, 0, GivenBackwardRun<Chain>(problem, nullptr, card).workspace_bytes()};
     if constexpr (kHasConv) return plan_with_conv(problem, card);
-    return {false, "two-step, the chain has no conv", {}, 0, 0, 0};
+    return {false, "two-step, the chain has no conv", {}, 0, 0};
   }
 
   static cudaError_t launch(const BackwardProblem& problem, const cuda::BackwardPlan& plan, void* workspace,
@@ -127,20 +125,25 @@ struct ChainBackward {
   static cuda::BackwardPlan plan_with_conv(const BackwardProblem& problem, const cuda::Card& card) {
     std::string reason = reason_against_gradients(problem, card);
     if (reason.empty() && !TensorBackward<Chain>::may_pack(problem, card)) reason = "shared memory";
-    if (!reason.empty()) return {false, "two-step, " + reason, {}, 0, 0, 0};
+    if (!reason.empty()) return {false, "two-step, " + reason, {}, 0, 0};
     const Problem conv{problem.conv->input, &problem.conv->conv, {}, problem.v};
-    cuda::BackwardPlan plan{true, "", cuda::identity.plan(conv, card), 0, 0, 0};
+    cuda::BackwardPlan plan{true, "", cuda::identity.plan(conv, card), 0, 0};
     plan.reason = plan.conv.reason;
     plan.runs = plan.conv.source != cuda::ConvSource::kNone;
     if (!plan.runs) return plan;
     const int64_t samples = problem.v.size[0];
-    const int64_t sample_bytes = element_count(problem.v) / samples * int64_t(sizeof(float));
-    plan.chain_samples = std::clamp<int64_t>(kChainStepBytes / sample_bytes, 1, samples);
-    plan.conv_samples = std::clamp<int64_t>(kConvStepBytes / sample_bytes, 1, samples);
-    plan.reason += ", steps of " + std::to_string(plan.chain_samples) + " and " +
-                   std::to_string(plan.conv_samples) + " samples";
+    plan.step_samples = std::clamp<int64_t>(kStepBytes / sample_bytes(problem, card), 1, samples);
+    plan.reason += ", steps of " + std::to_string(plan.step_samples) + " samples";
     plan.workspace = ConvBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
     return plan;
+  }
+
+  // The most that is kept of a sample: of v, of the input, which is packed for v, or of what is packed for
+  // the gradients.
+  static int64_t sample_bytes(const BackwardProblem& problem, const cuda::Card& card) {
+    const int64_t values = std::max(element_count(problem.v), element_count(problem.conv->input));
+    return std::max(values / problem.v.size[0] * int64_t(sizeof(float)),
+                    ConvGradients::sample_bytes(problem, card));
   }
 };
 

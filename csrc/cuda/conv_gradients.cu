@@ -18,8 +18,9 @@ constexpr int kBlocksOfWeight = 4;  // of each kind on a multiprocessor, if its 
 constexpr int kBlocksOfInput = 4;
 constexpr int kMostStripRows = 64;
 constexpr int kLeastStripRows = 4;
+constexpr int kMostTries = 64;
 constexpr int kMostKernel = 7;
-constexpr int kMostPadding = kZeroGuardUnits - kMostKernel;
+constexpr int kMostPadding = 24;  // zeros stand beside a row: see kZeroGuardUnits
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
@@ -44,8 +45,9 @@ ConvShape shape_of(const BackwardProblem& problem) {
 int strip_rows_for(int rows, int64_t columns, int64_t blocks) {
   int best = 0;
   int64_t least = 0;
-  for (int segments = divide_up(rows, kMostStripRows); segments <= divide_up(rows, kLeastStripRows);
-       ++segments) {
+  const int first = divide_up(rows, kMostStripRows);
+  const int last = std::min(divide_up(rows, kLeastStripRows), first + kMostTries);
+  for (int segments = first; segments <= last; ++segments) {
     const int strip_rows = divide_up(rows, segments);
     const int64_t rounds = (columns * divide_up(rows, strip_rows) + blocks - 1) / blocks;
     const int64_t time = rounds * (strip_rows + kTaps - 1);
@@ -122,27 +124,56 @@ auto visit_mode(const ConvBackward& conv, const Visit& visit) {
   }
 }
 
+// ---- channels, balanced ----
+
+constexpr int kBalanceThreads = 128;
+constexpr int kMostBalance = 50;  // as an exponent
+
+// A row of the output's gradient has one scale. Behind a GroupNorm a channel with small weights has large
+// gradients: each is multiplied by the root of its largest weight, in powers of two, and its weights divided
+// by it. The root, as weights that are small by themselves must not make gradients small. A block for each
+// channel.
+__global__ void __launch_bounds__(kBalanceThreads) balance_channels(Tensor weight, float* balance) {
+  __shared__ unsigned of_warp[kBalanceThreads / kWarpThreads];
+  const int cols = int(weight.size[3]);
+  const int taps = int(weight.size[2]) * cols;
+  const float* const of_channel = static_cast<const float*>(weight.data) + blockIdx.x * weight.stride[0];
+  unsigned largest = 0;
+  for (int i = threadIdx.x; i < weight.size[1] * taps; i += kBalanceThreads) {
+    const int64_t at =
+        i / taps * weight.stride[1] + i % taps / cols * weight.stride[2] + i % cols * weight.stride[3];
+    largest = max(largest, finite_magnitude(of_channel[at]));
+  }
+  largest = largest_of_warp(largest);
+  if (lane_of_thread() == 0) of_warp[threadIdx.x / kWarpThreads] = largest;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (const unsigned of : of_warp) largest = max(largest, of);
+  const int exponent = largest > 0 ? exponent_of(largest) / 2 : 0;
+  balance[blockIdx.x] = power_of_two(min(max(exponent, -kMostBalance), kMostBalance));
+}
+
 // ---- the input, packed ----
 
-constexpr int kPackThreads = 256;
-constexpr int kPackPadding = 1;  // of a row in shared memory
+constexpr int kRowThreads = 256;
+constexpr int kRowPadding = 1;  // of a row in shared memory
 
-int pack_bytes(const PackedRows& to) { return to.channels * (to.cols + kPackPadding) * int(sizeof(float)); }
+int pack_bytes(const PackedRows& to) { return to.channels * (to.cols + kRowPadding) * int(sizeof(float)); }
 
 // A block for each row of each sample.
 template <class Mode>
-__global__ void __launch_bounds__(kPackThreads) pack_rows(Tensor from, PackedRows to) {
+__global__ void __launch_bounds__(kRowThreads) pack_rows(Tensor from, PackedRows to) {
   using In = typename Mode::In;
   extern __shared__ float values[];
   __shared__ unsigned largest;
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();
-  const int pitch = to.cols + kPackPadding;
+  const int pitch = to.cols + kRowPadding;
   const int64_t sample = blockIdx.x / to.rows;
   const In* const row =
       static_cast<const In*>(from.data) + sample * from.stride[0] + blockIdx.x % to.rows * from.stride[2];
   unsigned of_thread = 0;
-  for (int c = threadIdx.x / kWarpThreads; c < to.channels; c += kPackThreads / kWarpThreads) {
+  for (int c = threadIdx.x / kWarpThreads; c < to.channels; c += kRowThreads / kWarpThreads) {
 #pragma unroll 4
     for (int col = lane_of_thread(); col < to.cols; col += kWarpThreads) {
       const float x = widen<float>(row[c * from.stride[1] + col * from.stride[3]]);
@@ -155,8 +186,51 @@ __global__ void __launch_bounds__(kPackThreads) pack_rows(Tensor from, PackedRow
     if (lane_of_thread() == 0) atomicMax(&largest, of_thread);
   }
   __syncthreads();
-  pack_row<Mode, kPackThreads>(to, blockIdx.x, values, pitch, largest);
+  pack_row<Mode, kRowThreads>(to, blockIdx.x, values, pitch, largest);
 }
+
+// ---- the weight's gradient, added up ----
+
+constexpr int kSlotThreads = 256;
+
+// Adds up the slots in double: so many neighbouring weights a block, each by a few threads.
+__global__ void __launch_bounds__(kSlotThreads)
+    sum_weight_gradient(const float* slots, WeightGradientPlan plan, ConvShape shape, const float* balance,
+                        float* grad) {
+  constexpr int kLines = kSlotThreads / kWarpThreads;
+  __shared__ double of_line[kLines][kWarpThreads];
+  const int line = threadIdx.x / kWarpThreads;
+  const int lane = threadIdx.x % kWarpThreads;
+  const int64_t values =
+      int64_t(plan.out_blocks) * plan.in_blocks * shape.count_windows() * plan.channel_warps * kSlotValues;
+  const int64_t value = int64_t(blockIdx.x) * kWarpThreads + lane;  // the blocks divide them
+  double sum = 0;
+#pragma unroll 4
+  for (int slot = line; slot < plan.slots; slot += kLines) sum += slots[slot * values + value];
+  of_line[line][lane] = sum;
+  __syncthreads();
+  if (line > 0) return;
+  for (int i = 1; i < kLines; ++i) sum += of_line[i][lane];
+  const int tap = int(value % (kTaps * kTaps));
+  int64_t rest = value / (kTaps * kTaps);
+  const int in_lane = int(rest % kUnitChannels);
+  rest /= kUnitChannels;
+  const int out_lane = int(rest % (kWarpChannels * plan.channel_warps));
+  rest /= kWarpChannels * plan.channel_warps;
+  const WindowPlace window(shape, int(rest % shape.count_windows()));
+  rest /= shape.count_windows();
+  const int in_channel = int(rest % plan.in_blocks) * kUnitChannels + in_lane;
+  const int out_channel = int(rest / plan.in_blocks) * kBlockChannels + out_lane;
+  const int down = window.down + tap / kTaps;
+  const int across = window.across + tap % kTaps;
+  if (in_channel >= shape.in_channels || out_channel >= shape.out_channels || down >= shape.kernel[0] ||
+      across >= shape.kernel[1])
+    return;
+  grad[((int64_t(out_channel) * shape.in_channels + in_channel) * shape.kernel[0] + down) * shape.kernel[1] +
+       across] = float(balance != nullptr ? sum / balance[out_channel] : sum);
+}
+
+// ---- loading, memory ----
 
 template <class Kernel>
 cudaError_t allow_shared_memory(Kernel* kernel, const Card& card) {
@@ -176,8 +250,8 @@ cudaError_t load_mode(const Card& card) {
 // margin: of zeros that are read beside a row.
 template <class Mode>
 PackedRows packed_map(int channels, const int (&size)[2], int least_pitch, int margin) {
-  return {nullptr,      nullptr, channels, chunks_of(channels),
-          Mode::kParts, size[0], size[1],  std::max(least_pitch, size[1] + margin)};
+  const int pitch = std::max(least_pitch, size[1] + margin);
+  return {nullptr, nullptr, nullptr, channels, chunks_of(channels), Mode::kParts, size[0], size[1], pitch};
 }
 
 // Of the output's gradient, all of a strip is read, and as much beside a row as windows have taps.
@@ -232,12 +306,33 @@ ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_sample
     weight_plan_ = plan_weight<Mode>(shape_, step_samples, card);
     grads_ = packed_grads<Mode>(shape_, weight_plan_);
     input_ = packed_input<Mode>(shape_, weight_plan_);
-    if (wants_weight() || wants_input()) take_memory(grads_, step_samples, workspace);
+    if (wants_weight() || wants_input()) {
+      take_memory(grads_, step_samples, workspace);
+      if (Mode::kScales) grads_.balance = balance_ = workspace.take<float>(shape_.out_channels);
+    }
     if (wants_weight()) take_memory(input_, step_samples, workspace);
     if (wants_input()) input_plan_ = plan_input<Mode>(shape_, step_samples, card);
   });
   if (wants_weight()) slots_ = workspace.take<float>(weight_plan_.slots * values_of_slot());
   workspace_bytes_ = workspace.bytes();
+}
+
+int64_t ConvGradients::sample_bytes(const BackwardProblem& problem, const Card& card) {
+  return visit_mode(*problem.conv, [&](auto mode) {
+    using Mode = decltype(mode);
+    const ConvShape shape = shape_of(problem);
+    const WeightGradientPlan plan = plan_weight<Mode>(shape, 1, card);
+    const PackedRows grads = packed_grads<Mode>(shape, plan);
+    const PackedRows input = packed_input<Mode>(shape, plan);
+    return std::max(grads.rows * packed_row_units(grads), input.rows * packed_row_units(input)) *
+           int64_t(sizeof(uint4));
+  });
+}
+
+cudaError_t ConvGradients::launch_balance(cudaStream_t stream) const {
+  if (balance_ == nullptr) return cudaSuccess;
+  const LaunchShape shape{dim3(shape_.out_channels), kBalanceThreads, 0, false};
+  return launch_kernel(balance_channels, shape, stream, conv_.conv.weight, balance_);
 }
 
 cudaError_t ConvGradients::launch_step(int64_t first, int64_t samples, cudaStream_t stream) const {
@@ -268,7 +363,7 @@ template <class Mode>
 cudaError_t ConvGradients::add_to_weight(const Tensor& input, bool is_first, cudaStream_t stream) const {
   const WeightGradientPlan& plan = weight_plan_;
   const int64_t samples = input.size[0];
-  const LaunchShape pack{dim3(unsigned(samples * input_.rows)), kPackThreads, pack_bytes(input_), false};
+  const LaunchShape pack{dim3(unsigned(samples * input_.rows)), kRowThreads, pack_bytes(input_), false};
   if (const cudaError_t status = launch_kernel(pack_rows<Mode>, pack, stream, input, input_)) return status;
   const WeightGradientWork work{
       shape_, plan, grads_, input_, slots_, !is_first, int(samples * plan.strips * plan.segments)};
@@ -292,11 +387,12 @@ cudaError_t ConvGradients::write_input(int64_t first, int64_t samples, cudaStrea
 cudaError_t ConvGradients::launch_weight(cudaStream_t stream) const {
   if (!wants_weight()) return cudaSuccess;
   const LaunchShape shape{dim3(unsigned(values_of_slot() / kWarpThreads)), kSlotThreads, 0, false};
-  return launch_kernel(sum_weight_gradient, shape, stream, slots_, weight_plan_, shape_,
+  return launch_kernel(sum_weight_gradient, shape, stream, slots_, weight_plan_, shape_, balance_,
                        static_cast<float*>(conv_.grad_weight));
 }
 
 cudaError_t ConvGradients::load(const Card& card) {
+  if (const cudaError_t status = load_kernel(balance_channels)) return status;
   if (const cudaError_t status = load_kernel(sum_weight_gradient)) return status;
   if (const cudaError_t status = load_mode<Float32Ieee>(card)) return status;
   if (const cudaError_t status = load_mode<Float32Tf32>(card)) return status;

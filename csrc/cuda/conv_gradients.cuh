@@ -63,6 +63,11 @@ class ConvGradients {
   // Where the gradient of the conv's output belongs, of a step's samples.
   const PackedRows& grads() const { return grads_; }
 
+  // Of what is kept of a sample, the most of one kind.
+  static int64_t sample_bytes(const BackwardProblem& problem, const cuda::Card& card);
+
+  // Before all steps: sets grads().balance.
+  cudaError_t launch_balance(cudaStream_t stream) const;
   // Queues the input's gradient of `samples` samples from `first` on, and adds what they give to the
   // weight's.
   cudaError_t launch_step(int64_t first, int64_t samples, cudaStream_t stream) const;
@@ -88,6 +93,7 @@ class ConvGradients {
   PackedRows input_{};
   WeightGradientPlan weight_plan_{};
   InputGradientPlan input_plan_{};
+  float* balance_ = nullptr;
   float* slots_ = nullptr;
   size_t workspace_bytes_ = 0;
 };

@@ -69,6 +69,7 @@ class InputGradientBlock {
         warp_col_(warp_ % work.plan.strip_warps * kWarpPixels) {}
 
   __device__ void run() {
+    if (Mode::kScales) weight_exponent_ = scale_exponent(largest_weight());
     for (int i = 0; i < work_.shape.count_windows(); ++i) {
       const WindowPlace window(work_.shape, i);
       __syncthreads();  // of the window before, all is read
@@ -92,7 +93,6 @@ class InputGradientBlock {
   // As lanes take it: of the column lane / 4, which is a channel of the input, rows 2 * (lane % 4) and the
   // next, and 8 further down, which are channels of the output.
   __device__ void load_weights(const WindowPlace& window) {
-    if (Mode::kScales) weight_exponent_ = scale_exponent(largest_weight());
     const float scale = power_of_two(weight_exponent_);
     const int count = work_.plan.stages * kStageSteps * kStepWords;
     for (int i = threadIdx.x; i < count; i += kInputThreads) {
@@ -116,15 +116,17 @@ class InputGradientBlock {
     }
   }
 
+  // As it meets the output's gradient, whose channels are balanced.
   __device__ float weight(int out_channel, int in_lane, int down, int across) const {
     const int in_channel = blockIdx.y * kUnitChannels + in_lane;
     if (in_channel >= work_.shape.in_channels || out_channel >= work_.shape.out_channels ||
         down >= work_.shape.kernel[0] || across >= work_.shape.kernel[1])
       return 0;
     const int64_t* stride = work_.weight.stride;
-    return widen<float>(static_cast<const In*>(
-        work_.weight
-            .data)[out_channel * stride[0] + in_channel * stride[1] + down * stride[2] + across * stride[3]]);
+    const int64_t at =
+        out_channel * stride[0] + in_channel * stride[1] + down * stride[2] + across * stride[3];
+    const float x = widen<float>(static_cast<const In*>(work_.weight.data)[at]);
+    return Mode::kScales ? x / work_.grads.balance[out_channel] : x;
   }
 
   // Of this block's channels.
@@ -163,7 +165,7 @@ class InputGradientBlock {
       __syncthreads();
       if (step + 1 < steps) load(first_unit, window, step + 1);
       const int y = grad_row(strip, window, row);
-      if (has_row(strip, y)) multiply(stage, step % kStages, exponent_of_row(strip, y), sums);
+      if (has_row(strip, y)) multiply(window, stage, step % kStages, exponent_of_row(strip, y), sums);
       if (++stage < work_.plan.stages) continue;
       if (row >= kTaps - 1) store(strip, strip.row + row - (kTaps - 1), sums, adds);
       move_rows(sums);
@@ -215,8 +217,11 @@ class InputGradientBlock {
   using Sums = float[kWarpBlocks][kTaps][4];  // of the rows that tap 0 adds to, tap 1, tap 2
 
   // The sums of a stage are rounded by themselves: the tensor cores cut off what they add up.
-  __device__ void multiply(int stage, int place, int exponent, Sums& sums) const {
+  // Taps that the kernel lacks are left out: NaN times zero would be NaN.
+  __device__ void multiply(const WindowPlace& window, int stage, int place, int exponent, Sums& sums) const {
     const int steps = min(work_.grads.chunks / 2 - stage * kStageSteps, kStageSteps);
+    const int taps_down = work_.shape.kernel[0] - window.down;
+    const int taps_across = work_.shape.kernel[1] - window.across;
     float d[kWarpBlocks][kTaps][4]{};
     const uint4* const units = stages_ + place * layout_.stage_units +
                                (strip_of_warp_ * kStageChunks + lane_ / 16) * kParts * cols_ + warp_col_ +
@@ -227,6 +232,7 @@ class InputGradientBlock {
       if (step >= steps) break;
 #pragma unroll
       for (int across = 0; across < kTaps; ++across) {
+        if (across >= taps_across) break;
         uint32_t a[kWarpBlocks][kParts][4];
         uint32_t b[kTaps][kParts][2];
 #pragma unroll
@@ -249,7 +255,7 @@ class InputGradientBlock {
           for (int block = 0; block < kWarpBlocks; ++block) {
 #pragma unroll
             for (int down = 0; down < kTaps; ++down)
-              multiply_parts<Mode>(product, d[block][down], a[block], b[down]);
+              if (down < taps_down) multiply_parts<Mode>(product, d[block][down], a[block], b[down]);
           }
         }
       }

@@ -238,43 +238,5 @@ __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
   }
 }
 
-constexpr int kSlotThreads = 256;
-
-// Adds up the slots in double: so many neighbouring weights a block, each by a few threads.
-__global__ void __launch_bounds__(kSlotThreads)
-    sum_weight_gradient(const float* slots, WeightGradientPlan plan, ConvShape shape, float* grad) {
-  constexpr int kLines = kSlotThreads / kWarpThreads;
-  __shared__ double of_line[kLines][kWarpThreads];
-  const int line = threadIdx.x / kWarpThreads;
-  const int lane = threadIdx.x % kWarpThreads;
-  const int64_t values =
-      int64_t(plan.out_blocks) * plan.in_blocks * shape.count_windows() * plan.channel_warps * kSlotValues;
-  const int64_t value = int64_t(blockIdx.x) * kWarpThreads + lane;  // the blocks divide them
-  double sum = 0;
-#pragma unroll 4
-  for (int slot = line; slot < plan.slots; slot += kLines) sum += slots[slot * values + value];
-  of_line[line][lane] = sum;
-  __syncthreads();
-  if (line > 0) return;
-  for (int i = 1; i < kLines; ++i) sum += of_line[i][lane];
-  const int tap = int(value % (kTaps * kTaps));
-  int64_t rest = value / (kTaps * kTaps);
-  const int in_lane = int(rest % kUnitChannels);
-  rest /= kUnitChannels;
-  const int out_lane = int(rest % (kWarpChannels * plan.channel_warps));
-  rest /= kWarpChannels * plan.channel_warps;
-  const WindowPlace window(shape, int(rest % shape.count_windows()));
-  rest /= shape.count_windows();
-  const int in_channel = int(rest % plan.in_blocks) * kUnitChannels + in_lane;
-  const int out_channel = int(rest / plan.in_blocks) * kBlockChannels + out_lane;
-  const int down = window.down + tap / kTaps;
-  const int across = window.across + tap % kTaps;
-  if (in_channel >= shape.in_channels || out_channel >= shape.out_channels || down >= shape.kernel[0] ||
-      across >= shape.kernel[1])
-    return;
-  grad[((int64_t(out_channel) * shape.in_channels + in_channel) * shape.kernel[0] + down) * shape.kernel[1] +
-       across] = float(sum);
-}
-
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

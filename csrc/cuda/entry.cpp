@@ -172,6 +172,8 @@ CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardPr
     const ContextGuard guard(device);
     return card_of(device);
   });
+  if (kernel.plan_backward == nullptr)
+    throw std::invalid_argument("fusedconv: chain '" + chain + "' has no backward on CUDA");
   const cuda::BackwardPlan plan = kernel.plan_backward(problem, card);
   if (!plan.runs) return {false, plan.reason, 0, {}};
   const auto run = [name, &kernel, card, plan, device](const BackwardProblem& pointers, void* workspace,

@@ -1,3 +1,3 @@
 #include "run_chain.cuh"
 
-FUSEDCONV_CUDA_CHAIN(identity, Identity)
+FUSEDCONV_CUDA_CONV(identity, Identity)

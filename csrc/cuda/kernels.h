@@ -15,11 +15,10 @@ namespace cuda {
 
 // How a chain's backward runs.
 struct BackwardPlan {
-  bool runs;              // false: the conv's part is left to PyTorch, for this reason
-  std::string reason;     // or the plan in words
-  ConvPlan conv;          // of v, which is computed again
-  int64_t chain_samples;  // of a step of the chain's part, and of the conv's
-  int64_t conv_samples;
+  bool runs;           // false: the conv's part is left to PyTorch, for this reason
+  std::string reason;  // or the plan in words
+  ConvPlan conv;       // of v, which is computed again
+  int64_t step_samples;
   size_t workspace;
 };
 
@@ -31,7 +30,7 @@ struct Kernel {
   // Queues the chain on a stream of the current device; the status is the launch's.
   cudaError_t (*launch)(const Problem& problem, const ConvPlan& plan, void* workspace, const Card& card,
                         cudaStream_t stream);
-  // The same for backward.
+  // The same for backward; null where there is none.
   BackwardPlan (*plan_backward)(const BackwardProblem& problem, const Card& card);
   cudaError_t (*launch_backward)(const BackwardProblem& problem, const BackwardPlan& plan, void* workspace,
                                  const Card& card, cudaStream_t stream);

@@ -1,6 +1,6 @@
 // Rows of a map as operands of the tensor cores: of each pixel units of 8 channels, so that a shift along the
 // row is a shift by whole units. Float32 is scaled by a power of two, one for each row of all channels, and
-// split: see conv_modes.cuh.
+// split: see conv_modes.cuh. So channels that differ by no more than 2^17 in size keep all of their digits.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,14 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 constexpr int kUnitChannels = 8;
-// Those before the first row are zeros; those behind the last may be read, and are anything.
+// The last ones before the first row are zeros; those behind the last row may be read, and are anything.
 constexpr int kGuardUnits = 256;
 constexpr int kZeroGuardUnits = 32;
 
 struct PackedRows {
-  uint4* units;    // [samples][rows][chunks][parts][pitch], a unit each; kGuardUnits before and behind
-  int* exponents;  // [samples][rows]: values were multiplied by two to this power, if the mode scales
+  uint4* units;          // [samples][rows][chunks][parts][pitch], a unit each; kGuardUnits before and behind
+  int* exponents;        // [samples][rows]: values were multiplied by two to this power, if the mode scales
+  const float* balance;  // [channels], powers of two by which they were multiplied before; null: by none
   int channels;
   int chunks;  // of 8 channels, even: zeros are added to the last
   int parts;
@@ -30,14 +31,6 @@ inline int chunks_of(int channels) { return (channels + 2 * kUnitChannels - 1) /
 
 FUSEDCONV_INLINE int64_t packed_row_units(const PackedRows& packed) {
   return int64_t(packed.chunks) * packed.parts * packed.pitch;
-}
-
-// From a sample on.
-inline PackedRows samples_from(PackedRows packed, int64_t first) {
-  if (packed.units == nullptr) return packed;
-  packed.units += first * packed.rows * packed_row_units(packed);
-  packed.exponents += first * packed.rows;
-  return packed;
 }
 
 // The bits of a magnitude, for the largest one of a row; what is not finite has no say in the scale.

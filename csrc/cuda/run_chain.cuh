@@ -40,6 +40,20 @@ struct RunChain {
   }
 };
 
+template <class Chain>
+struct RunConv {
+  static cuda::ConvPlan plan(const Problem& problem, const Card& card) {
+    return ConvChain<Chain>::plan(problem, card);
+  }
+  static size_t workspace(const Problem& problem, const cuda::ConvPlan& plan, const Card&) {
+    return ConvChain<Chain>::workspace(problem, plan);
+  }
+  static cudaError_t launch(const Problem& problem, const cuda::ConvPlan& plan, void* workspace,
+                            const Card& card, cudaStream_t stream) {
+    return ConvChain<Chain>::launch(problem, plan, workspace, card, stream);
+  }
+};
+
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv
 
@@ -50,6 +64,19 @@ struct RunChain {
                     RunChain<__VA_ARGS__>::launch,      ChainBackward<__VA_ARGS__>::plan, \
                     ChainBackward<__VA_ARGS__>::launch, RunChain<__VA_ARGS__>::load};     \
   }                                                                                       \
+  }
+
+// For a chain that follows nothing but a conv of ours, and has no backward.
+#define FUSEDCONV_CUDA_CONV(name, Composition)       \
+  namespace fusedconv {                              \
+  namespace cuda {                                   \
+  const Kernel name{RunConv<Composition>::plan,      \
+                    RunConv<Composition>::workspace, \
+                    RunConv<Composition>::launch,    \
+                    nullptr,                         \
+                    nullptr,                         \
+                    ConvChain<Composition>::load};   \
+  }                                                  \
   }
 
 #define FUSEDCONV_CUDA_CHAIN(name, Composition) FUSEDCONV_CUDA_KERNEL(name, Composition, true)

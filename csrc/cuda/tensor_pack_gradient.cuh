@@ -343,9 +343,12 @@ class RowGradients {
     float* const value = place.value + lanes_.channel_of(k) * pack_.shape.pitch + cols_to(k);
     Pack<float, kWidth> grad =
         spread_.gradients(loaded.spread, value, place.col + cols_to(k), loaded.v, of.channel);
+    const float* const balance = pack_.to.balance;
+    const float factor = balance != nullptr ? balance[place.channel + lanes_.channel_of(k)] : 1.0f;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      grad.element[i] = gradient_of_v<Chain>(grad.element[i], loaded.v.element[i], of.channel, of.norm, sums);
+      grad.element[i] =
+          factor * gradient_of_v<Chain>(grad.element[i], loaded.v.element[i], of.channel, of.norm, sums);
       largest_ = fmaxf(largest_, fabsf(grad.element[i]));  // NaN has no say
     }
     store_pack(value, grad);

@@ -165,12 +165,14 @@ class BackwardLauncher:
         prepared = self._prepare(grad, (v, *args[1:]), wanted.own, start, conv=False)
         # A conv's output is ours: without a reduction its gradient takes its place, which saves fresh memory.
         in_place = self._forward.has_conv and self._forward.stores
+        # The CPU keeps in it what it needs between its steps.
+        needs_grad_v = v.device.type != "cuda" or bool(wanted.through_v)
 
         def run(v: Tensor, grad: Tensor, args: Sequence[Any]) -> tuple[Gradients, Tensor]:
             ready, grad = prepared.ready((v, *args[1:]), grad)
             v = ready[0]
-            grad_v = v if in_place else torch.empty_like(v)
-            found = prepared.run(ready, grad, grad_v)
+            grad_v = v if in_place or not needs_grad_v else torch.empty_like(v)
+            found = prepared.run(ready, grad, grad_v if needs_grad_v else None)
             return {i: _like_parameter(g, args[i]) for i, g in found.items()}, grad_v
 
         return run

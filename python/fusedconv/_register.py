@@ -320,7 +320,8 @@ _MOST_ROWS = 2**24  # a pool counts a window's rows in float32
 
 def _has_kernels(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
     """Whether kernels serve. They take infinite bounds of a clamp for none, and know no dtype but the output's."""
-    return grad.dtype in (v.dtype, torch.float32) and not any(isinstance(a, float) and isinf(a) for a in args)
+    widened = grad.dtype is torch.float32 and v.dtype is not torch.float64
+    return (grad.dtype is v.dtype or widened) and not any(isinstance(a, float) and isinf(a) for a in args)
 
 
 def _has_kernels_on_cpu(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
