@@ -59,8 +59,9 @@ def test_row_28_gradcheck_of_the_conv(row: Row, layout: torch.memory_format, dev
     values[0] = values[0].contiguous(memory_format=layout)
     ours, _ = conv_function(row, own, padding=(1, 0), stride=(1, 2))
     leaves = [t.to(device, copy=True).requires_grad_() for t in values]
-    assert torch.autograd.gradcheck(ours, leaves, fast_mode=False)
-    assert torch.autograd.gradgradcheck(ours, leaves, fast_mode=True)
+    with torch.backends.cudnn.flags(deterministic=True):  # in float64 the conv's backward is PyTorch's
+        assert torch.autograd.gradcheck(ours, leaves, fast_mode=False)
+        assert torch.autograd.gradgradcheck(ours, leaves, fast_mode=True)
 
 
 @devices

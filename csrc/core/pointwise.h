@@ -109,7 +109,7 @@ struct Hardswish : Stage {
   template <class X, class T>
   static FUSEDCONV_INLINE X vjp(X grad, X x, X, const Channel<T>&, Gradients<X>&) {
     const X gate = x + T(3);
-    const X slope = select((gate >= T(0)) & (gate <= T(6)), x * T(1.0 / 6.0), X{});
+    const X slope = select((gate < T(0)) | (gate > T(6)), X{}, x * T(1.0 / 6.0));  // keeps NaN
     return grad * (hardsigmoid<T>(x) + slope);
   }
 };

@@ -12,7 +12,7 @@ inline namespace FUSEDCONV_TARGET {
 
 // Of what a step keeps of each kind: enough for each kernel to fill the card for a while. Steps that stay in
 // the L2 cache are slower, see bench/NOTES.md.
-constexpr int64_t kStepBytes = int64_t(160) << 20;
+constexpr int64_t kStepBytes = int64_t(128) << 20;
 
 // A launch, or, from a null workspace, what memory it would take.
 template <class Chain>

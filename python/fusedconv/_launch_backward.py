@@ -31,6 +31,11 @@ Gradients = dict[int, Tensor]  # by the places of what they belong to among the 
 ChainBackward = Callable[[Tensor, Tensor, Sequence[Any]], tuple[Gradients, Tensor]]
 
 
+def _of_conv(args: Sequence[Any]) -> Sequence[Any]:
+    """The conv's among an operator's arguments."""
+    return *args[TENSORS], *args[GEOMETRY]
+
+
 def _like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A parameter's gradient from the kernels' own, which has a value a channel and the compute type."""
     if parameter.numel() < gradient.numel():
@@ -91,16 +96,21 @@ class BackwardLauncher:
         whole step took longer with ours, by a tenth."""
         if not self._forward.stores:
             return None
-
-        def of_conv(args: Sequence[Any]) -> Sequence[Any]:
-            return *args[TENSORS], *args[GEOMETRY]
-
-        plan = self._conv.plan_cpu(of_conv(args), v)
+        plan = self._conv.plan_cpu(_of_conv(args), v)
         self._forward.tell(args, plan.words, backward=True)
+        return None if plan.launch is None else self._conv_run(args, v, plan.launch, on_cpu(plan.launch))
+
+    def conv_on_cuda(self, args: Sequence[Any], v: Tensor, precision: str) -> Run | None:
+        """The same, where the conv's gradients are PyTorch's."""
+        device = args[0].get_device()
+        plan = self._conv.plan_cuda(_of_conv(args), v, device, precision)
         if plan.launch is None:
             return None
-        run = self._conv.prepare(plan.launch, of_conv(args), v, on_cpu(plan.launch))
-        return lambda args: run(of_conv(args))
+        return self._conv_run(args, v, plan.launch, on_cuda(plan.launch, device, plan.workspace_bytes))
+
+    def _conv_run(self, args: Sequence[Any], v: Tensor, launch: _C.Launch, start: Start) -> Run:
+        run = self._conv.prepare(launch, _of_conv(args), v, start)
+        return lambda args: run(_of_conv(args))
 
     def chain_on_cpu(self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted) -> ChainBackward:
         """The chain's part, in float32 or float64."""
@@ -164,14 +174,15 @@ class BackwardLauncher:
     ) -> ChainBackward:
         prepared = self._prepare(grad, (v, *args[1:]), wanted.own, start, conv=False)
         # A conv's output is ours: without a reduction its gradient takes its place, which saves fresh memory.
-        in_place = self._forward.has_conv and self._forward.stores
+        dtype = args[0].dtype
+        in_place = self._forward.has_conv and self._forward.stores and v.dtype is dtype
         # The CPU keeps in it what it needs between its steps.
-        needs_grad_v = v.device.type != "cuda" or bool(wanted.through_v)
+        needs_grad_v = not grad.is_cuda or bool(wanted.through_v)
 
         def run(v: Tensor, grad: Tensor, args: Sequence[Any]) -> tuple[Gradients, Tensor]:
             ready, grad = prepared.ready((v, *args[1:]), grad)
             v = ready[0]
-            grad_v = v if in_place or not needs_grad_v else torch.empty_like(v)
+            grad_v = v if in_place or not needs_grad_v else torch.empty_like(v, dtype=dtype)
             found = prepared.run(ready, grad, grad_v if needs_grad_v else None)
             return {i: _like_parameter(g, args[i]) for i, g in found.items()}, grad_v
 

@@ -461,16 +461,25 @@ class Backward:
         return partial(self.step_by_step, source, self.by_reference(_recorded_pullback, grad.dtype, wanted))
 
     def prepare_cuda(self, grad: Tensor, args: Sequence[Any], wanted: Wanted, precision: str) -> Find:
-        v, chain_backward = self.example(args), None
-        if _has_kernels(v, grad, args):
-            if self.operator.has_conv:
-                whole = self.launcher.all_on_cuda(v, grad, args, wanted, precision)
-                if whole is not None:
-                    return _whatever_precision(whole)
-            chain_backward = self.launcher.chain_on_cuda(v, grad, args, wanted)
-        if chain_backward is None:
-            chain_backward = self.by_reference(_recorded_pullback, grad.dtype, wanted)
-        return partial(self.step_by_step, self.operator.source, chain_backward)
+        v = self.example(args)
+        reference = partial(
+            self.step_by_step,
+            self.operator.source,
+            self.by_reference(_recorded_pullback, grad.dtype, wanted),
+        )
+        if not _has_kernels(v, grad, args):
+            return reference
+        source: Source = self.operator.source
+        if self.operator.has_conv:
+            whole = self.launcher.all_on_cuda(v, grad, args, wanted, precision)
+            if whole is not None:
+                return _whatever_precision(whole)
+            in_float32 = v.to(torch.float32)
+            conv = self.launcher.conv_on_cuda(args, in_float32, precision)
+            if conv is not None:
+                source, v = _whatever_precision(conv), in_float32
+        chain_backward = self.launcher.chain_on_cuda(v, grad, args, wanted)
+        return reference if chain_backward is None else partial(self.step_by_step, source, chain_backward)
 
     def example(self, args: Sequence[Any]) -> Tensor:
         """v without memory, contiguous."""
