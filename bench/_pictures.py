@@ -38,6 +38,7 @@ COMMITTED = (
     "cpu-amd-epyc",
     "cpu-intel-xeon",
     "cpu-sizes-amd-epyc",
+    "train-nvidia-h200",
     "train-amd-epyc",
     "train-idle-amd-epyc",
     "memory-amd-epyc",
@@ -96,8 +97,13 @@ TRAINERS = (
     Kind("fused, channels_last", ("fused, channels_last", "fused ieee, channels_last"), BLUE, faint=True),
     EAGER_NCHW,
     EAGER_LAST,
-    Kind("torch.compile, NCHW", ("compile, NCHW",), GREEN),
-    Kind("torch.compile, channels_last", ("compile, channels_last",), GREEN, faint=True),
+    Kind("torch.compile, NCHW", ("compile, NCHW", "compile, default, NCHW"), GREEN),
+    Kind(
+        "torch.compile, channels_last",
+        ("compile, channels_last", "compile, default, channels_last"),
+        GREEN,
+        faint=True,
+    ),
 )
 
 
@@ -427,6 +433,11 @@ def cpu_batches(source: Source) -> Picture:
 # ---- training, memory ----
 
 
+def compile_modes(models: Models) -> str:
+    tuned = any("max-autotune" in name for contestants in models.values() for name in contestants)
+    return "" if tuned else " torch.compile is in its default mode."
+
+
 def training(source: Source) -> Picture:
     raw = source.raw
     figure, axes = plt.subplots(figsize=(WIDTH, 4.4), layout="constrained")
@@ -436,9 +447,32 @@ def training(source: Source) -> Picture:
     axes.set_ylabel("ms a step")
     missing = [] if times.keys() & set(TRAINERS[-2:]) else [COMPILE]
     caption = f"Batch {raw['batch']}, float32. How busy the machine was: bench/NOTES.md."
-    caption += absent(list(models), missing)
+    caption += compile_modes(models) + absent(list(models), missing)
     finish(figure, axes, source, "Time of a training step: forward and backward", caption)
     return Picture(f"{source.stem}-times", figure)
+
+
+def training_memory(source: Source) -> Picture:
+    """Of each contestant the better layout, and of torch.compile the better mode."""
+    raw = source.raw
+    figure, axes = plt.subplots(figsize=(WIDTH, 3.8), layout="constrained")
+    models = by_id(raw["workloads"])
+
+    def peak(kind: Kind, contestants: Mapping[str, Any]) -> float:
+        bytes_of = [r["peak_bytes"] for n, r in contestants.items() if n.startswith(kind.names)]
+        return min(bytes_of) / 1e6
+
+    exact = Kind("fused, exact", ("fused ieee",), BLUE)
+    bars(
+        axes,
+        list(models),
+        {kind: [peak(kind, c) for c in models.values()] for kind in (exact, EAGER, COMPILE)},
+    )
+    axes.set_ylabel("peak of a step, MB")
+    caption = f"Batch {raw['batch']}, float32. Gradients included, and without what stands before the step."
+    caption += compile_modes(models)
+    finish(figure, axes, source, "Peak memory of a training step", caption + absent(list(models)))
+    return Picture(f"{source.stem}-memory", figure)
 
 
 def memory(source: Source) -> Picture:
@@ -461,7 +495,7 @@ def pictures(source: Source) -> Iterator[Picture]:
     forms: dict[str, tuple[Callable[[Source], Picture], ...]] = {
         "gpu": (gpu_speed, roofline, gpu_batches) if "rates" in source.raw else (),
         "cpu": (cpu_batches,) if "sizes" in source.raw else (cpu_speed,),
-        "train": (training,),
+        "train": (training, training_memory) if "card" in source.raw else (training,),
         "memory": (memory,),
     }
     for draw in forms.get(source.stem.partition("-")[0], ()):
