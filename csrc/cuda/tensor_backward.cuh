@@ -56,7 +56,7 @@ class BackwardRun {
     bool overlaps = false;
     if (const cudaError_t status = launch_before_gradient(pack.work, overlaps, stream)) return status;
     if (!writes_) return cudaSuccess;
-    const LaunchShape shape{grid_of(samples * grad_v.rows, 1), kPackThreads,
+    const LaunchShape shape{grid_of(samples * grad_v.rows, 1), kGradientThreads,
                             int(PackMemory<Chain>::bytes(channels_, pack.shape.pitch)), overlaps};
     return launch_kernel(pack_gradient<Chain>, shape, stream, pack);
   }

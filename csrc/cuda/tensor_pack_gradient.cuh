@@ -8,11 +8,11 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kPackThreads = 256;
-constexpr int kPackWarps = kPackThreads / kWarpThreads;
-constexpr int kPackBlocks = 4;  // on a multiprocessor, for registers
-constexpr int kPackItems = 4;   // loads of v that a lane has under way
-constexpr int kPackWidth = 2;   // elements of such a load, or 1: many rows are no multiple of 4
+constexpr int kGradientThreads = 256;
+constexpr int kGradientWarps = kGradientThreads / kWarpThreads;
+constexpr int kGradientBlocks = 4;  // on a multiprocessor, for registers
+constexpr int kPackItems = 4;       // loads of v that a lane has under way
+constexpr int kPackWidth = 2;       // elements of such a load, or 1: many rows are no multiple of 4
 
 // How a block shares out its row. All of it follows from the size of a sample.
 struct PackShape {
@@ -70,12 +70,12 @@ struct PackMemory {
         of_pixels(values + of_channels * pitch),
         channels(reinterpret_cast<SampleChannel*>(of_pixels + kPixelRows * pitch)),
         largest(reinterpret_cast<unsigned*>(channels + (kHasChannels<Chain> ? of_channels : 0))),
-        sums(reinterpret_cast<double*>(largest + 2 * kPackWarps)) {}
+        sums(reinterpret_cast<double*>(largest + 2 * kGradientWarps)) {}
 
   static int64_t bytes(int64_t of_channels, int64_t pitch) {
     return int64_t(sizeof(float)) * (of_channels + kPixelRows) * pitch +
            (kHasChannels<Chain> ? int64_t(sizeof(SampleChannel)) * of_channels : 0) +
-           int64_t(sizeof(unsigned)) * 2 * kPackWarps + int64_t(sizeof(double)) * kKinds * of_channels;
+           int64_t(sizeof(unsigned)) * 2 * kGradientWarps + int64_t(sizeof(double)) * kKinds * of_channels;
   }
 
   // Of a kind of kOfAll.
@@ -143,7 +143,7 @@ class RowSpread<Chain, MaxPool> {
 
   __device__ void prepare() const {
     const int quads = pack_.to.channels * pack_.shape.pitch / kMostWidth;
-    for (int i = threadIdx.x; i < quads; i += kPackThreads)
+    for (int i = threadIdx.x; i < quads; i += kGradientThreads)
       store_pack(values_ + i * kMostWidth, Pack<float, kMostWidth>{});
     __syncthreads();
     const int window_row = pack_.work.pool.by_window_rows.divide(row_.row);
@@ -167,7 +167,7 @@ class RowSpread<Chain, MaxPool> {
     const PoolShape& pool = pack_.work.pool;
     const int channels = pack_.to.channels;
     const int shift = log2_of(pack_.shape.window_lanes);
-    const int step = kPackThreads >> shift;
+    const int step = kGradientThreads >> shift;
     const int lane = threadIdx.x & (pack_.shape.window_lanes - 1);
     const int64_t plane_windows = pack_.work.windows.of.values;
     const int64_t first_window =
@@ -208,7 +208,7 @@ class RowSpread<Chain, ChannelLogSumExp> {
 
   __device__ void prepare() const {
     const int64_t first = row_.index * pack_.to.cols;
-    for (int col = threadIdx.x; col < pack_.to.cols; col += kPackThreads) {
+    for (int col = threadIdx.x; col < pack_.to.cols; col += kGradientThreads) {
       most_[col] = pack_.work.most[first + col];
       factor_[col] = pack_.work.factor[first + col];
     }
@@ -279,7 +279,7 @@ class RowGradients {
 
   // Returns the largest magnitude of a thread's.
   __device__ float write() {
-    const int step = kPackWarps * lanes_.channels_of_warp();
+    const int step = kGradientWarps * lanes_.channels_of_warp();
     const int first = lanes_.first_channel();
     for (int of_passes = 0; of_passes < pack_.to.cols; of_passes += lanes_.passes_lanes() * kWidth) {
       const int col = of_passes + lanes_.lane() * kWidth;
@@ -387,7 +387,7 @@ class RowGradients {
 template <class Chain>
 __device__ void load_row_channels(const PackWork& pack, const PackRow& row, const PackMemory<Chain>& memory) {
   if constexpr (kHasChannels<Chain>) {
-    for (int c = threadIdx.x; c < pack.to.channels; c += kPackThreads)
+    for (int c = threadIdx.x; c < pack.to.channels; c += kGradientThreads)
       memory.channels[c] = {channel_of_thread<Chain>(pack.work, row.sample, c),
                             whole_norm_gradient_of<Chain>(pack.work, row.sample, c)};
   }
@@ -400,7 +400,7 @@ __device__ void write_row_sums(const PackWork& pack, const PackRow& row, const P
   for (int kind = 0; kind < kGradientKinds; ++kind) {
     double* const to = pack.work.of_all.of[kind];
     if ((kOfAll<Chain> >> kind & 1) == 0 || to == nullptr) continue;
-    for (int c = threadIdx.x; c < channels; c += kPackThreads)
+    for (int c = threadIdx.x; c < channels; c += kGradientThreads)
       to[(row.sample * channels + c) * pack.to.rows + row.row] = memory.sums_of(kind, channels)[c];
   }
 }
@@ -412,14 +412,14 @@ __device__ inline unsigned largest_of_block(unsigned of_thread, unsigned* of_war
   __syncthreads();
   unsigned largest = 0;
 #pragma unroll
-  for (int warp = 0; warp < kPackWarps; ++warp) largest = max(largest, of_warps[warp]);
+  for (int warp = 0; warp < kGradientWarps; ++warp) largest = max(largest, of_warps[warp]);
   return largest;
 }
 
 // For the rare row that has an infinity: of a thread's share.
 __device__ inline unsigned largest_finite(const PackWork& pack, const float* values) {
   unsigned largest = 0;
-  for (int c = threadIdx.x / kWarpThreads; c < pack.to.channels; c += kPackWarps) {
+  for (int c = threadIdx.x / kWarpThreads; c < pack.to.channels; c += kGradientWarps) {
     for (int col = lane_of_thread(); col < pack.to.cols; col += kWarpThreads)
       largest = max(largest, finite_magnitude(values[c * pack.shape.pitch + col]));
   }
@@ -444,18 +444,18 @@ __device__ float write_row_gradients(const PackWork& pack, const PackRow& row,
 __device__ inline void pack_row_as(DType dtype, const PackedRows& to, int64_t row, const float* values,
                                    int pitch, unsigned largest) {
   if (dtype == DType::kBFloat16) {
-    pack_row<BFloat16, kPackThreads>(to, row, values, pitch, largest);
+    pack_row<BFloat16, kGradientThreads>(to, row, values, pitch, largest);
   } else if (dtype == DType::kFloat16) {
-    pack_row<Float16, kPackThreads>(to, row, values, pitch, largest);
+    pack_row<Float16, kGradientThreads>(to, row, values, pitch, largest);
   } else if (to.parts == Float32Ieee::kParts) {
-    pack_row<Float32Ieee, kPackThreads>(to, row, values, pitch, largest);
+    pack_row<Float32Ieee, kGradientThreads>(to, row, values, pitch, largest);
   } else {
-    pack_row<Float32Tf32, kPackThreads>(to, row, values, pitch, largest);
+    pack_row<Float32Tf32, kGradientThreads>(to, row, values, pitch, largest);
   }
 }
 
 template <class Chain>
-__global__ void __launch_bounds__(kPackThreads, kPackBlocks)
+__global__ void __launch_bounds__(kGradientThreads, kGradientBlocks)
     pack_gradient(const __grid_constant__ PackWork pack) {
   extern __shared__ uint4 pack_memory[];
   let_next_kernel_start();
@@ -472,7 +472,7 @@ __global__ void __launch_bounds__(kPackThreads, kPackBlocks)
   write_row_sums(pack, row, memory);
   if (pack.to.units == nullptr) return;
   if (largest >= kInfinityBits)
-    largest = largest_of_block(largest_finite(pack, memory.values), memory.largest + kPackWarps);
+    largest = largest_of_block(largest_finite(pack, memory.values), memory.largest + kGradientWarps);
   pack_row_as(pack.dtype, pack.to, row.index, memory.values, pack.shape.pitch, largest);
 }
 
