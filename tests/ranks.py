@@ -7,6 +7,7 @@ Every function here runs on all ranks; an assertion that fails on one of them fa
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,8 @@ def _rank(rank: int, body: Body, backend: str, store: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=WORLD)
     body(rank, device)
     dist.destroy_process_group()
+    # Threads of gloo may let go of a tensor while Python ends, which aborts the process: so Python does not end.
+    os._exit(0)
 
 
 # ---- models ----
