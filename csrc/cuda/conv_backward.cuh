@@ -1,6 +1,6 @@
 // Backward of a chain with its conv: computes v again, a few samples at a time, then the chain's gradients
-// and the conv's. So the memory that it takes hardly grows with the batch: by sums of each row. Reads from top
-// to bottom.
+// and the conv's. So the memory that it takes hardly grows with the batch: by sums of each row. Reads from
+// top to bottom.
 #pragma once
 
 #include "conv_gradients.cuh"
