@@ -24,7 +24,7 @@ from ._launch import (
     on_cpu,
     on_cuda,
 )
-from .chains import IDENTITY
+from .chains import IDENTITY, compute_dtype
 
 Gradients = dict[int, Tensor]  # by the places of what they belong to among the operator's arguments
 # From v, the output's gradient and the arguments: gradients of the chain's own parameters, and of v.
@@ -49,6 +49,11 @@ class Wanted:
 
     through_v: Sequence[int]  # those that follow from v's gradient, or v itself
     own: Sequence[int]  # the chain's own parameters
+
+    @property
+    def all(self) -> Sequence[int]:
+        """What a launch finds that has the conv too, in its order."""
+        return *self.through_v, *self.own
 
 
 @dataclass(frozen=True)
@@ -138,14 +143,13 @@ class BackwardLauncher:
             return None
         input = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")  # as if contiguous
         conv = form(input), self._forward.conv(args, tf32=precision == "tf32")
-        compute = torch.float64 if v.dtype is torch.float64 else torch.float32
-        launch = self._launch(v.to(compute), grad, args, wanted, conv)
+        launch = self._launch(v.to(compute_dtype(v.dtype)), grad, args, wanted, conv)
         workspace_bytes, words = launch.prepare_cuda(device)
         self._forward.tell(args, words, precision, backward=True)
         if workspace_bytes < 0:
             return None
         start = on_cuda(launch, device, workspace_bytes)
-        prepared = self._prepare(grad, args, [*wanted.through_v, *wanted.own], start, conv=True)
+        prepared = self._prepare(grad, args, wanted.all, start, conv=True)
 
         def run(grad: Tensor, args: Sequence[Any]) -> Gradients:
             found = prepared.run(*prepared.ready(args, grad), None)
@@ -163,7 +167,7 @@ class BackwardLauncher:
     ) -> _C.Backward:
         forward = self._forward
         tensors = [(name, code(args[i])) for name, i in forward.places(args, conv is not None).items()]
-        gradients = [forward.names[i] for i in ([*wanted.through_v, *wanted.own] if conv else wanted.own)]
+        gradients = [forward.names[i] for i in (wanted.all if conv else wanted.own)]
         return _C.Backward(
             forward.chain, [*tensors, ("grad", code(grad))], form(v), conv, forward.numbers(args),
             code(args[0]), gradients, bool(wanted.through_v),
@@ -193,9 +197,9 @@ class BackwardLauncher:
     ) -> _Prepared:
         """``conv``: whether the launch has one."""
         forward, channels = self._forward, channels_of(args, conv)
-        compute = torch.float64 if args[0].dtype is torch.float64 else torch.float32
+        dtype = args[0].dtype
         of_input, of_others = (
-            torch.empty(0, dtype=dtype, device=grad.device) for dtype in (args[0].dtype, compute)
+            torch.empty(0, dtype=d, device=grad.device) for d in (dtype, compute_dtype(dtype))
         )
         found = [
             (i, of_others if i else of_input, (channels,) if forward.names[i] in VECTORS else args[i].shape)

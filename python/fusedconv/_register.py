@@ -38,6 +38,7 @@ from .chains import (
     check_image,
     check_output_dtype,
     check_tensor,
+    compute_dtype,
 )
 from .config import check_precision, get_float32_precision, is_traced
 
@@ -233,7 +234,7 @@ class Operator:
 
     def after_conv(self, v: Tensor, args: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """The reference, computed in float32 or wider and rounded once, like the kernels."""
-        compute = torch.float64 if v.dtype is torch.float64 else torch.float32
+        compute = compute_dtype(v.dtype)
         own = [a.to(compute) if isinstance(a, Tensor) else a for a in args[self.own]]
         v = v.to(compute)
         if v.is_cpu:
@@ -512,7 +513,7 @@ class Backward:
         """v, then the chain's vector-Jacobian product, then the conv's by PyTorch."""
         *args, mask = args
         wanted = self.wanted(mask)
-        if not wanted.through_v and not wanted.own:
+        if not wanted.all:
             return {}
         v = source(args, precision)
         gradients, grad_v = chain_backward(v, grad, args)

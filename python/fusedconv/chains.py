@@ -24,6 +24,11 @@ Pair = int | Sequence[int]  # what nn.Conv2d takes for a height and a width
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the values of a dtype are computed in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class Chain:
     """The steps after a conv.
