@@ -66,6 +66,16 @@ GRADIENT_VALUES: dict[str, Sequence[Any]] = VALUES | {
     "dilation": ((1, 1),),
 }
 
+# Where a strip ends, and the next one's columns; of rows, where a segment does.
+STRIP_VALUES = GRADIENT_VALUES | {
+    "batch": (1, 2, 3),
+    "c_in": (1, 2, 3, 5, 7, 8),
+    "c_out": (4, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64),
+    "height": (1, 2, 3, 4, 5, 15, 16, 17, 18, 31, 33, 64, 130),
+    "width": (64, 65, 95, 126, 127, 128, 129, 130, 131, 200, 253, 254, 255, 256, 257, 300),
+    "kernel": ((3, 3),),
+}
+
 
 def in_groups_of_several(case: Case) -> Case:
     """In groups of one channel a norm takes away what the conv's bias adds: of its gradient only rounding is left."""
@@ -94,6 +104,22 @@ def check_all(
 def test_random_calls(row: Row, mode: Mode, layout: torch.memory_format) -> None:
     """Tails of channels and of both sides, kernels, padding, windows, groups."""
     check_all(row, mode, layout, [*cases(row, mode, layout, "gradients", count=18, values=GRADIENT_VALUES)])
+
+
+@layouts
+@modes
+@conv_rows
+def test_strips(row: Row, mode: Mode, layout: torch.memory_format) -> None:
+    check_all(row, mode, layout, [*cases(row, mode, layout, "strips", count=16, values=STRIP_VALUES)])
+
+
+@pytest.mark.sanitizer
+@modes
+@conv_rows
+def test_small_strips(row: Row, mode: Mode) -> None:
+    values = STRIP_VALUES | {"c_out": (4, 17, 33, 64), "height": (1, 2, 5, 18)}
+    which = cases(row, mode, "small strips", count=3, most=2**15, values=values)
+    check_all(row, mode, torch.contiguous_format, [*which], device="cpu")
 
 
 @pytest.mark.sanitizer

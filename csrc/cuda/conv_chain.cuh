@@ -44,6 +44,21 @@ struct ConvChain {
     return status;
   }
 
+  // Queues the statistics alone, which a chain that waits for them has: norms is [N][C]. The plan is
+  // identity's.
+  static cudaError_t launch_statistics_of(const Problem& problem, const ConvPlan& plan, void* workspace,
+                                          Norm<float>* norms, const Card& card, cudaStream_t stream) {
+    ConvProblem p = conv_problem(problem, plan, workspace).first;
+    p.norms = norms;
+    cudaError_t status = cudaErrorInvalidValue;
+    visit_modes(problem, plan.source, [&](auto source, auto mode) {
+      using Mode = decltype(mode);
+      status = launch_pack<Mode>(p, stream);
+      if (status == cudaSuccess) status = launch_moments<decltype(source), Mode>(p, card, stream);
+    });
+    return status;
+  }
+
   // Loads the kernels onto the current device and lets them use all of its shared memory.
   static cudaError_t load(const Card& card) {
     cudaError_t status = cudaSuccess;
@@ -151,12 +166,17 @@ struct ConvChain {
       return launch_pointwise<Chain>(p, card.overlaps_kernels, stream);
     } else {
       if constexpr (Chain::kNeedsStatistics) {
-        using Moments = MomentsPass<typename Chain::Pre>;
-        if (const cudaError_t status = launch_pass<S, Mode, Moments>(p, card, stream)) return status;
-        if (const cudaError_t status = launch_norms(p, card, stream)) return status;
+        if (const cudaError_t status = launch_moments<S, Mode>(p, card, stream)) return status;
       }
       return launch_pass<S, Mode, LastPass<Mode>>(p, card, stream);
     }
+  }
+
+  template <class S, class Mode>
+  static cudaError_t launch_moments(const ConvProblem& p, const Card& card, cudaStream_t stream) {
+    using Moments = MomentsPass<typename Chain::Pre>;
+    if (const cudaError_t status = launch_pass<S, Mode, Moments>(p, card, stream)) return status;
+    return launch_norms(p, card, stream);
   }
 
   static cudaError_t launch_norms(const ConvProblem& p, const Card& card, cudaStream_t stream) {

@@ -24,20 +24,6 @@ constexpr int kMostPadding = 24;  // zeros stand beside a row: see kZeroGuardUni
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-ConvShape shape_of(const BackwardProblem& problem) {
-  const Tensor& input = problem.conv->input;
-  const Conv& conv = problem.conv->conv;
-  const int64_t* out = problem.v.size;
-  const int64_t* kernel = conv.weight.size + 2;
-  return {int(input.size[1]),
-          int(out[1]),
-          {int(input.size[2]), int(input.size[3])},
-          {int(out[2]), int(out[3])},
-          {int(kernel[0]), int(kernel[1])},
-          {divide_up(int(kernel[0]), kTaps), divide_up(int(kernel[1]), kTaps)},
-          {int(conv.padding[0]), int(conv.padding[1])}};
-}
-
 // ---- plans ----
 
 // Into strips of how many rows maps are cut: as lets the blocks, each with some strips at a time, end
@@ -193,6 +179,10 @@ __global__ void __launch_bounds__(kRowThreads) pack_rows(Tensor from, PackedRows
 
 constexpr int kSlotThreads = 256;
 
+FUSEDCONV_INLINE int64_t values_of_slot(const WeightGradientPlan& plan, const ConvShape& shape) {
+  return int64_t(plan.out_blocks) * plan.in_blocks * shape.count_windows() * plan.channel_warps * kSlotValues;
+}
+
 // Adds up the slots in double: so many neighbouring weights a block, each by a few threads.
 __global__ void __launch_bounds__(kSlotThreads)
     sum_weight_gradient(const float* slots, WeightGradientPlan plan, ConvShape shape, const float* balance,
@@ -201,8 +191,7 @@ __global__ void __launch_bounds__(kSlotThreads)
   __shared__ double of_line[kLines][kWarpThreads];
   const int line = threadIdx.x / kWarpThreads;
   const int lane = threadIdx.x % kWarpThreads;
-  const int64_t values =
-      int64_t(plan.out_blocks) * plan.in_blocks * shape.count_windows() * plan.channel_warps * kSlotValues;
+  const int64_t values = values_of_slot(plan, shape);
   const int64_t value = int64_t(blockIdx.x) * kWarpThreads + lane;  // the blocks divide them
   double sum = 0;
 #pragma unroll 4
@@ -276,6 +265,20 @@ void take_memory(PackedRows& packed, int64_t samples, Workspace& workspace) {
 
 }  // namespace
 
+ConvShape conv_shape(const BackwardProblem& problem) {
+  const Tensor& input = problem.conv->input;
+  const Conv& conv = problem.conv->conv;
+  const int64_t* out = problem.v.size;
+  const int64_t* kernel = conv.weight.size + 2;
+  return {int(input.size[1]),
+          int(out[1]),
+          {int(input.size[2]), int(input.size[3])},
+          {int(out[2]), int(out[3])},
+          {int(kernel[0]), int(kernel[1])},
+          {divide_up(int(kernel[0]), kTaps), divide_up(int(kernel[1]), kTaps)},
+          {int(conv.padding[0]), int(conv.padding[1])}};
+}
+
 std::string reason_against_gradients(const BackwardProblem& problem, const Card& card) {
   const ConvBackward& backward = *problem.conv;
   const Conv& conv = backward.conv;
@@ -291,7 +294,7 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
   }
   const int bytes = visit_mode(backward, [&](auto mode) {
     using Mode = decltype(mode);
-    const ConvShape shape = shape_of(problem);
+    const ConvShape shape = conv_shape(problem);
     return std::max(plan_input<Mode>(shape, 1, card).shared_bytes, pack_bytes(packed_input<Mode>(shape, {})));
   });
   return bytes + 256 > card.shared_bytes ? "shared memory" : "";
@@ -299,7 +302,7 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
 
 ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_samples, void* memory,
                              const Card& card)
-    : conv_(*problem.conv), shape_(shape_of(problem)) {
+    : conv_(*problem.conv), shape_(conv_shape(problem)) {
   Workspace workspace(memory);
   visit_mode(conv_, [&](auto mode) {
     using Mode = decltype(mode);
@@ -313,14 +316,15 @@ ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_sample
     if (wants_weight()) take_memory(input_, step_samples, workspace);
     if (wants_input()) input_plan_ = plan_input<Mode>(shape_, step_samples, card);
   });
-  if (wants_weight()) slots_ = workspace.take<float>(weight_plan_.slots * values_of_slot());
+  if (wants_weight())
+    slots_ = workspace.take<float>(weight_plan_.slots * values_of_slot(weight_plan_, shape_));
   workspace_bytes_ = workspace.bytes();
 }
 
 int64_t ConvGradients::sample_bytes(const BackwardProblem& problem, const Card& card) {
   return visit_mode(*problem.conv, [&](auto mode) {
     using Mode = decltype(mode);
-    const ConvShape shape = shape_of(problem);
+    const ConvShape shape = conv_shape(problem);
     const WeightGradientPlan plan = plan_weight<Mode>(shape, 1, card);
     const PackedRows grads = packed_grads<Mode>(shape, plan);
     const PackedRows input = packed_input<Mode>(shape, plan);
@@ -329,10 +333,20 @@ int64_t ConvGradients::sample_bytes(const BackwardProblem& problem, const Card& 
   });
 }
 
-cudaError_t ConvGradients::launch_balance(cudaStream_t stream) const {
-  if (balance_ == nullptr) return cudaSuccess;
-  const LaunchShape shape{dim3(shape_.out_channels), kBalanceThreads, 0, false};
-  return launch_kernel(balance_channels, shape, stream, conv_.conv.weight, balance_);
+cudaError_t launch_balance(const Tensor& weight, float* balance, cudaStream_t stream) {
+  const LaunchShape shape{dim3(unsigned(weight.size[0])), kBalanceThreads, 0, false};
+  return launch_kernel(balance_channels, shape, stream, weight, balance);
+}
+
+cudaError_t launch_sum_of_slots(const float* slots, const WeightGradientPlan& plan, const ConvShape& shape,
+                                const float* balance, float* grad_weight, cudaStream_t stream) {
+  const LaunchShape launch{dim3(unsigned(values_of_slot(plan, shape) / kWarpThreads)), kSlotThreads, 0,
+                           false};
+  return launch_kernel(sum_weight_gradient, launch, stream, slots, plan, shape, balance, grad_weight);
+}
+
+cudaError_t ConvGradients::launch_before_steps(cudaStream_t stream) const {
+  return balance_ == nullptr ? cudaSuccess : launch_balance(conv_.conv.weight, balance_, stream);
 }
 
 cudaError_t ConvGradients::launch_step(int64_t first, int64_t samples, cudaStream_t stream) const {
@@ -344,12 +358,6 @@ cudaError_t ConvGradients::launch_step(int64_t first, int64_t samples, cudaStrea
     }
     return wants_input() ? write_input<Mode>(first, samples, stream) : cudaSuccess;
   });
-}
-
-int64_t ConvGradients::values_of_slot() const {
-  const WeightGradientPlan& plan = weight_plan_;
-  return int64_t(plan.out_blocks) * plan.in_blocks * shape_.count_windows() * plan.channel_warps *
-         kSlotValues;
 }
 
 Tensor ConvGradients::input_from(int64_t first, int64_t samples) const {
@@ -386,9 +394,8 @@ cudaError_t ConvGradients::write_input(int64_t first, int64_t samples, cudaStrea
 
 cudaError_t ConvGradients::launch_weight(cudaStream_t stream) const {
   if (!wants_weight()) return cudaSuccess;
-  const LaunchShape shape{dim3(unsigned(values_of_slot() / kWarpThreads)), kSlotThreads, 0, false};
-  return launch_kernel(sum_weight_gradient, shape, stream, slots_, weight_plan_, shape_, balance_,
-                       static_cast<float*>(conv_.grad_weight));
+  return launch_sum_of_slots(slots_, weight_plan_, shape_, balance_, static_cast<float*>(conv_.grad_weight),
+                             stream);
 }
 
 cudaError_t ConvGradients::load(const Card& card) {

@@ -14,7 +14,9 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kTaps = 3;  // of a window, down and across
+constexpr int kTaps = 3;           // of a window, down and across
+constexpr int kWarpChannels = 16;  // of the output, that a product has
+constexpr int kSlotValues = kWarpChannels * kUnitChannels * kTaps * kTaps;  // of a warp's sums
 
 // A conv; sizes of a sample fit in ints.
 struct ConvShape {
@@ -52,6 +54,18 @@ struct InputGradientPlan {
 // Why the kernels do not serve; empty if they do.
 std::string reason_against_gradients(const BackwardProblem& problem, const cuda::Card& card);
 
+// Finds by which powers of two the channels of the output's gradient are multiplied: balance is
+// [out_channels]. Behind a GroupNorm a channel with small weights has large gradients.
+cudaError_t launch_balance(const Tensor& weight, float* balance, cudaStream_t stream);
+
+// Adds up the weight's gradient from slots: of each block of channels [plan.slots][out_blocks][in_blocks]
+// [windows][channel_warps][kSlotValues].
+cudaError_t launch_sum_of_slots(const float* slots, const WeightGradientPlan& plan, const ConvShape& shape,
+                                const float* balance, float* grad_weight, cudaStream_t stream);
+
+// How the conv of a problem looks.
+ConvShape conv_shape(const BackwardProblem& problem);
+
 class ConvGradients {
  public:
   // Steps have so many samples at the most. The workspace is 256-aligned; null if only its bytes are wanted.
@@ -67,7 +81,7 @@ class ConvGradients {
   static int64_t sample_bytes(const BackwardProblem& problem, const cuda::Card& card);
 
   // Before all steps: sets grads().balance.
-  cudaError_t launch_balance(cudaStream_t stream) const;
+  cudaError_t launch_before_steps(cudaStream_t stream) const;
   // Queues the input's gradient of `samples` samples from `first` on, and adds what they give to the
   // weight's.
   cudaError_t launch_step(int64_t first, int64_t samples, cudaStream_t stream) const;
@@ -80,7 +94,6 @@ class ConvGradients {
  private:
   bool wants_weight() const { return conv_.grad_weight != nullptr; }
   bool wants_input() const { return conv_.grad_input.data != nullptr; }
-  int64_t values_of_slot() const;
   Tensor input_from(int64_t first, int64_t samples) const;
   template <class Mode>
   cudaError_t add_to_weight(const Tensor& input, bool is_first, cudaStream_t stream) const;

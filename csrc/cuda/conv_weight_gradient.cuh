@@ -10,14 +10,12 @@ inline namespace FUSEDCONV_TARGET {
 
 constexpr int kWeightThreads = 128;
 constexpr int kWeightWarps = kWeightThreads / kWarpThreads;
-constexpr int kWarpChannels = 16;  // of the output, that a product has
 constexpr int kBlockChannels = kWeightWarps * kWarpChannels;
 constexpr int kBlockChunks = kBlockChannels / kUnitChannels;
 constexpr int kStepPixels = 16;
 constexpr int kMostStripCols = 64;
 constexpr int kInputCols = kMostStripCols + kTaps - 1;
 constexpr int kInputRows = 4;  // that stand in shared memory: those of the taps and the next one
-constexpr int kSlotValues = kWarpChannels * kUnitChannels * kTaps * kTaps;  // of a warp's sums
 
 // Of a multiprocessor, at the least: the registers of a thread follow.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900

@@ -31,6 +31,14 @@ __device__ inline void multiply_add(float* d, const uint32_t (&a)[4], uint32_t b
 
 #undef FUSEDCONV_MMA
 
+// The same for halves and a sum half as long: a's first two words, b's first one.
+__device__ inline void multiply_add_half_step(float* d, uint32_t a0, uint32_t a1, uint32_t b0) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0));
+}
+
 // Four matrices of 8 rows, 16 bytes each: lanes 0 to 7 give the rows' addresses of the first, and so on.
 __device__ inline void load_matrices(uint32_t (&to)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -7,6 +7,7 @@
 
 #include <variant>
 
+#include "strip_kernel.cuh"
 #include "tensor_channel_sums.cuh"
 #include "tensor_pack_gradient.cuh"
 #include "tensor_pieces.cuh"
@@ -15,16 +16,26 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+// What steps give: the gradient of v in a tensor, or as packed rows; or v's gradient is nowhere, and they
+// give what follows from it (strip_work.cuh).
+enum class StepKind { kTensor, kPackedRows, kStrips };
+
+// slices: of a sample, in which its sums come apart, where it is in strips.
+struct StepShape {
+  StepKind kind;
+  int64_t samples;  // at the most
+  int64_t slices;
+};
+
 // One call that computes in T.
 template <class Chain, class T>
 class BackwardRun {
  public:
-  // packs: steps give packed rows.
-  BackwardRun(const BackwardProblem& problem, int64_t step_samples, bool packs, Workspace& workspace,
+  BackwardRun(const BackwardProblem& problem, const StepShape& step, Workspace& workspace,
               const cuda::Card& card)
       : problem_(problem),
         card_(card),
-        packs_(packs),
+        step_(step),
         samples_(problem.v.size[0]),
         channels_(problem.v.size[1]),
         pixels_(problem.v.size[2] * problem.v.size[3]),
@@ -34,8 +45,11 @@ class BackwardRun {
         sums_channels_(kMaySumChannels && problem.v.dtype == DType::kFloat32 && has_channel_sums(channels_)),
         writes_(problem.wants_v || wants_any(kOfAll<Chain>)),
         runs_(writes_ || wants_any(kAfterNorm<Chain>)) {
-    if (runs_) take_memory(std::min(step_samples, samples_), workspace);
+    if (runs_) take_memory(std::min(step.samples, samples_), workspace);
   }
+
+  // Where launch_strips() without v finds the norms, [samples][C], without weight and bias.
+  Norm<T>* norms() const { return norms_; }
 
   cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
                           cudaStream_t stream) const {
@@ -59,6 +73,43 @@ class BackwardRun {
     const LaunchShape shape{grid_of(samples * grad_v.rows, 1), kGradientThreads,
                             int(PackMemory<Chain>::bytes(channels_, pack.shape.pitch)), overlaps};
     return launch_kernel(pack_gradient<Chain>, shape, stream, pack);
+  }
+
+  // v: null where kStripsNeedV does not ask for it.
+  cudaError_t launch_strips(int64_t first_sample, int64_t samples, const void* v, const StripWork& strip,
+                            cudaStream_t stream) const {
+    if (!runs_) return cudaSuccess;
+    StripProblem<Chain> problem{work_of(first_sample, samples, v, nullptr), strip};
+    bool overlaps = false;
+    if constexpr (kStripsNeedV) {
+      if (const cudaError_t status = launch_before_gradient(problem.work, overlaps, stream)) return status;
+    } else if constexpr (kNeedsStatistics) {
+      problem.work.width = strip_width(problem.work);
+      if (const cudaError_t status = launch_strip_pass<SumsPass>(problem, stream)) return status;
+      if (!writes_) return cudaSuccess;
+      if (const cudaError_t status = launch_means(problem.work, overlaps, stream)) return status;
+    }
+    if (!writes_) return cudaSuccess;
+    problem.work.width = strip_width(problem.work);
+    return launch_strip_pass<GradientPass>(problem, stream);
+  }
+
+  // Windows are of several rows, of which a tile has one.
+  static constexpr bool kStripsNeedV = Chain::Reduce::kPools;
+
+  // Where cards have so much shared memory.
+  static cudaError_t load_strips(const cuda::Card& card) {
+    if (sizeof(StripShared<kMostOutTiles>) > size_t(card.shared_bytes)) return cudaSuccess;
+    const auto load_tiles = [](auto tiles) {
+      constexpr int kTiles = decltype(tiles)::value;
+      if constexpr (kNeedsStatistics && !kStripsNeedV) {
+        if (const cudaError_t status = load_strip_pass<SumsPass, kTiles>()) return status;
+      }
+      return load_strip_pass<GradientPass, kTiles>();
+    };
+    if (const cudaError_t status = load_tiles(std::integral_constant<int, kMostOutTiles / 2>{}))
+      return status;
+    return load_tiles(std::integral_constant<int, kMostOutTiles>{});
   }
 
   static bool may_pack(const BackwardProblem& problem, const cuda::Card& card) {
@@ -124,11 +175,33 @@ class BackwardRun {
     }
     if (const cudaError_t status = launch_reduction(work, overlaps, stream)) return status;
     if constexpr (kNeedsStatistics) {
-      if (writes_)
-        return launch_group_means<T>(work.after_norm, work.samples, channels_, pixels_, problem_.arguments,
-                                     work.norms, work.means, overlaps, stream);
+      if (writes_) return launch_means(work, overlaps, stream);
     }
     return cudaSuccess;
+  }
+
+  cudaError_t launch_means(const BackwardWork<T>& work, bool overlaps, cudaStream_t stream) const {
+    return launch_group_means<T>(work.after_norm, work.samples, channels_, pixels_, problem_.arguments,
+                                 work.norms, work.means, overlaps, stream);
+  }
+
+  template <template <class, int> class Pass>
+  cudaError_t launch_strip_pass(const StripProblem<Chain>& problem, cudaStream_t stream) const {
+    const auto launch = [&](auto tiles) {
+      constexpr int kTiles = decltype(tiles)::value;
+      const LaunchShape shape{dim3(problem.strip.plan.blocks), kStripThreads,
+                              int(sizeof(StripShared<kTiles>)), card_.overlaps_kernels};
+      return launch_kernel(strip_kernel<Chain, kTiles, Pass>, shape, stream, problem);
+    };
+    if (problem.strip.plan.out_tiles == kMostOutTiles)
+      return launch(std::integral_constant<int, kMostOutTiles>{});
+    return launch(std::integral_constant<int, kMostOutTiles / 2>{});
+  }
+
+  template <template <class, int> class Pass, int kTiles>
+  static cudaError_t load_strip_pass() {
+    return cudaFuncSetAttribute(strip_kernel<Chain, kTiles, Pass>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(StripShared<kTiles>));
   }
 
   // The reduction's table, and the sums behind the norm.
@@ -194,21 +267,37 @@ class BackwardRun {
     return !kPools || std::max(problem_.v.size[2], problem_.v.size[3]) < kMost;
   }
 
+  int64_t slices_after_norm() const {
+    if (step_.kind == StepKind::kStrips && !kStripsNeedV) return step_.slices;
+    return sums_channels_ ? spans() : window_plane_.slices;
+  }
+  int64_t slices_of_all() const {
+    switch (step_.kind) {
+      case StepKind::kStrips:
+        return step_.slices;
+      case StepKind::kPackedRows:
+        return problem_.v.size[2];
+      default:
+        return plane_.slices;
+    }
+  }
+
   // ---- memory ----
 
   void take_memory(int64_t step_samples, Workspace& workspace) {
-    after_norm_ = take_sums(kAfterNorm<Chain>, kinds(true, {kOfNormWeight, kOfNormBias}),
-                            sums_channels_ ? spans() : window_plane_.slices, workspace);
-    if (writes_)
-      of_all_ = take_sums(kOfAll<Chain>, 0, packs_ ? problem_.v.size[2] : plane_.slices, workspace);
+    after_norm_ = take_sums(kAfterNorm<Chain>, kinds(true, {kOfNormWeight, kOfNormBias}), slices_after_norm(),
+                            workspace);
+    if (writes_) of_all_ = take_sums(kOfAll<Chain>, 0, slices_of_all(), workspace);
     if constexpr (kNeedsStatistics) {
       norms_ = workspace.take<Norm<T>>(step_samples * channels_);
       means_ = workspace.take<GroupMeans<T>>(step_samples * groups());
-      visit_input([&](auto element) {
-        moments_ = workspace.take<Part<double>>(
-            count_of_parts(moments_work<decltype(element)>(step_samples, nullptr)));
-        return cudaSuccess;
-      });
+      const bool finds_norms = step_.kind != StepKind::kStrips || kStripsNeedV;
+      if (finds_norms)
+        visit_input([&](auto element) {
+          moments_ = workspace.take<Part<double>>(
+              count_of_parts(moments_work<decltype(element)>(step_samples, nullptr)));
+          return cudaSuccess;
+        });
     }
     if constexpr (kPools) {
       window_place_ = workspace.take<int2>(step_samples * channels_ * windows_);
@@ -288,7 +377,8 @@ class BackwardRun {
 
   void set_shape(BackwardWork<T>& work, int64_t samples) const {
     constexpr bool kIsPointwise = Chain::Reduce::kStores && !kHasChannels<Chain>;
-    if (kIsPointwise && !packs_ && problem_.conv_bias == nullptr) {  // planes are nothing of their own
+    if (kIsPointwise && step_.kind == StepKind::kTensor &&
+        problem_.conv_bias == nullptr) {  // planes are nothing of their own
       work.samples = 1;
       work.channels = 1;
       work.pixels = samples * channels_ * pixels_;
@@ -319,6 +409,11 @@ class BackwardRun {
     const bool is_wide = cols > kWarpThreads && cols % kPackWidth == 0 && may_start(work.v) &&
                          (!Chain::Reduce::kStores || may_start(work.grad));
     return is_wide ? kPackWidth : 1;
+  }
+
+  // Elements of a load of the output's gradient, of which every row is made.
+  int strip_width(const BackwardWork<T>& work) const {
+    return problem_.v.size[3] % 2 == 0 && is_aligned(work.grad.data, 2 * bytes_of(work.grad.dtype)) ? 2 : 1;
   }
 
   void set_pool(BackwardWork<T>& work) const {
@@ -359,7 +454,7 @@ class BackwardRun {
 
   const BackwardProblem problem_;
   const cuda::Card card_;
-  const bool packs_;
+  const StepShape step_;
   const int64_t samples_;
   const int64_t channels_;
   const int64_t pixels_;
@@ -382,14 +477,13 @@ class BackwardRun {
   T* factor_ = nullptr;
 };
 
-// Takes its memory from the workspace (a null base only counts). A step has so many samples at the most.
+// Takes its memory from the workspace (a null base only counts). All steps are of one kind.
 template <class Chain>
 class TensorBackward {
  public:
-  // packs: all steps are launch_packed_step()'s, else all are launch_step()'s.
-  TensorBackward(const BackwardProblem& problem, int64_t step_samples, Workspace& workspace,
-                 const cuda::Card& card, bool packs = false)
-      : run_(make_run(problem, step_samples, packs, workspace, card)) {}
+  TensorBackward(const BackwardProblem& problem, const StepShape& step, Workspace& workspace,
+                 const cuda::Card& card)
+      : run_(make_run(problem, step, workspace, card)) {}
 
   // Queues the gradient of v of `samples` samples from `first_sample` on. v (problem.v.dtype) and grad_v
   // (problem.grad_v_dtype) are contiguous memory of these samples alone; the rest is of all samples.
@@ -399,29 +493,15 @@ class TensorBackward {
         [&](const auto& run) { return run.launch_step(first_sample, samples, v, grad_v, stream); }, run_);
   }
 
-  // The same, but grad_v, also of these samples alone, is what the gradients of problem.conv take. For
-  // problems that may_pack().
-  cudaError_t launch_packed_step(int64_t first_sample, int64_t samples, const void* v,
-                                 const PackedRows& grad_v, cudaStream_t stream) const {
-    return std::get<BackwardRun<Chain, float>>(run_).launch_packed_step(first_sample, samples, v, grad_v,
-                                                                        stream);
-  }
-
-  static bool may_pack(const BackwardProblem& problem, const cuda::Card& card) {
-    return BackwardRun<Chain, float>::may_pack(problem, card);
-  }
+  // The other kinds of steps are of a problem with a conv, which computes in float.
+  const BackwardRun<Chain, float>& with_conv() const { return std::get<BackwardRun<Chain, float>>(run_); }
 
   // After the steps of all samples: the gradients of the parameters, each the sum over a channel of all.
   cudaError_t launch_parameters(cudaStream_t stream) const {
     return std::visit([&](const auto& run) { return run.launch_parameters(stream); }, run_);
   }
 
-  // Loads the kernel of packed steps onto the current device.
-  static cudaError_t load_packing(const cuda::Card& card) {
-    return BackwardRun<Chain, float>::load_packing(card);
-  }
-
-  // Loads all others.
+  // Loads the kernels of steps that give a tensor onto the current device, and those before packed rows.
   static cudaError_t load() {
     if (const cudaError_t status = BackwardRun<Chain, float>::load()) return status;
     if (const cudaError_t status = BackwardRun<Chain, double>::load()) return status;
@@ -437,11 +517,10 @@ class TensorBackward {
  private:
   using Run = std::variant<BackwardRun<Chain, float>, BackwardRun<Chain, double>>;
 
-  static Run make_run(const BackwardProblem& problem, int64_t step_samples, bool packs, Workspace& workspace,
+  static Run make_run(const BackwardProblem& problem, const StepShape& step, Workspace& workspace,
                       const cuda::Card& card) {
-    if (problem.v.dtype == DType::kFloat64)
-      return BackwardRun<Chain, double>(problem, step_samples, packs, workspace, card);
-    return BackwardRun<Chain, float>(problem, step_samples, packs, workspace, card);
+    if (problem.v.dtype == DType::kFloat64) return BackwardRun<Chain, double>(problem, step, workspace, card);
+    return BackwardRun<Chain, float>(problem, step, workspace, card);
   }
 
   Run run_;

@@ -1,0 +1,76 @@
+// The kernel of strips: see strip_work.cuh.
+#pragma once
+
+#include "strip_sums.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Calls step(unit, row) for all steps of a block's units, with a barrier of all threads after each, and
+// start(unit), end(unit) before and after them.
+template <class Start, class Step, class End>
+__device__ void walk_strips(const StripWork& work, const Start& start, const Step& step, const End& end) {
+  for (int index = blockIdx.x; index < work.units; index += gridDim.x) {
+    const StripUnit unit(work, index);
+    start(unit);
+    for (int row = kFirstStep; row <= unit.last_row; ++row) {
+      step(unit, row);
+      sync_threads(0, kStripThreads);
+    }
+    end(unit);
+  }
+}
+
+template <class Pass, int kOutTiles, class Problem>
+__device__ void run_tile_warps(const Problem& problem, StripShared<kOutTiles>& shared) {
+  Pass pass(problem, shared);
+  walk_strips(
+      problem.strip, [&](const StripUnit& unit) { pass.start(unit); },
+      [&](const StripUnit& unit, int row) { pass.step(unit, row); },
+      [&](const StripUnit& unit) { pass.end(unit); });
+}
+
+template <bool kMakesGradients, int kOutTiles>
+__device__ void run_sum_warps(const StripWork& work, StripShared<kOutTiles>& shared) {
+  StripInput<kOutTiles> input(work, shared);
+  StripWeightGradient<kOutTiles> weight(work, shared);
+  walk_strips(
+      work, [](const StripUnit&) {},
+      [&](const StripUnit& unit, int row) {
+        const int inputs = unit.rows + kHalo;
+        const int next = row + kTaps;  // row of the input
+        const bool has_next = next >= 0 && next < inputs;
+        if (has_next) input.write(next);
+        if (next + 1 < inputs) input.load(unit, next + 1);
+        if constexpr (kMakesGradients) {
+          if (row > 0) {
+            if (work.slots != nullptr && row <= unit.rows) weight.add_row(row - 1);
+            if (work.grad_input.data != nullptr) store_input_row(work, shared, unit, row - 1);
+          }
+        }
+        if (next + 1 < inputs) input.measure(next + 1);
+      },
+      [](const StripUnit&) {});
+  if (kMakesGradients && work.slots != nullptr) weight.write();
+}
+
+template <class Chain, int kOutTiles, template <class, int> class Pass>
+__global__ void __launch_bounds__(kStripThreads, 1)
+    strip_kernel(const __grid_constant__ StripProblem<Chain> problem) {
+  if constexpr (kConvCompiles) {
+    extern __shared__ __align__(128) uint8_t strip_memory[];
+    auto& shared = *reinterpret_cast<StripShared<kOutTiles>*>(strip_memory);
+    let_next_kernel_start();
+    wait_for_earlier_kernels();
+    StripWeights<kOutTiles>(problem.strip, shared).load();
+    __syncthreads();
+    if (threadIdx.x < kTileThreads) {
+      run_tile_warps<Pass<Chain, kOutTiles>>(problem, shared);
+    } else {
+      run_sum_warps<Pass<Chain, kOutTiles>::kMakesGradients>(problem.strip, shared);
+    }
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

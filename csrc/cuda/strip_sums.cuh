@@ -1,0 +1,208 @@
+// What sum warps do: rows of the input come in and are packed, what tile warps left is multiplied with them,
+// and complete rows of the input's gradient are stored.
+#pragma once
+
+#include "strip_tile.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+constexpr int kSumsBarrier = 1;  // of sum warps only
+
+// Which of the sum warps' threads this is.
+__device__ inline int sum_thread() { return threadIdx.x - kTileThreads; }
+
+// Rows of the input on their way to shared memory: loaded in one step, packed in the next one.
+template <int kOutTiles>
+class StripInput {
+  using Shared = StripShared<kOutTiles>;
+
+ public:
+  __device__ StripInput(const StripWork& work, Shared& shared) : work_(work), shared_(shared) {}
+
+  __device__ void load(const StripUnit& unit, int row) {
+    for_each_unit([&](int k, int col) { load_unit(unit, row, col, raw_[k]); });
+  }
+
+  // The largest values of the row that was loaded.
+  __device__ void measure(int row) {
+    uint2 largest{0, 0};
+    for_each_unit([&](int k, int) {
+#pragma unroll
+      for (int c = 0; c < kUnitChannels; ++c) {
+        const float x = value(k, c);
+        largest.x = max(largest.x, finite_magnitude(x));
+        largest.y = max(largest.y, __float_as_uint(x) & 0x7fffffffu);
+      }
+    });
+    largest = {largest_of_warp(largest.x), largest_of_warp(largest.y)};
+    if (lane_of_thread() == 0) shared_.input_largest[row & 1][sum_thread() / kWarpThreads] = largest;
+  }
+
+  // Packs the row that was loaded and measured.
+  __device__ void write(int row) {
+    uint2 largest = shared_.input_largest[row & 1][0];
+    for (int warp = 1; warp < kSumWarps; ++warp) {
+      const uint2 other = shared_.input_largest[row & 1][warp];
+      largest = {max(largest.x, other.x), max(largest.y, other.y)};
+    }
+    const int exponent = scale_exponent(largest.x);
+    const int place = row % kStripInputRows;
+    if (sum_thread() == 0) {
+      shared_.input_exponents[place] = exponent;
+      shared_.input_is_finite[place] = largest.y < kInfinityBits;
+    }
+    const float scale = power_of_two(exponent);
+    for_each_unit([&](int k, int col) {
+      float x[kUnitChannels];
+#pragma unroll
+      for (int c = 0; c < kUnitChannels; ++c) x[c] = value(k, c) * scale;
+      PackedUnit parts[kMostParts];
+      pack_unit<Float32Ieee>(x, parts);
+#pragma unroll
+      for (int p = 0; p < kMostParts; ++p)
+        if (p < work_.parts) store_pack(reinterpret_cast<uint32_t*>(&shared_.input[place][p][col]), parts[p]);
+    });
+  }
+
+ private:
+  // Those of a thread: the last ones of a row are a second one of the first threads.
+  static constexpr int kUnits = 2;
+  template <class Visit>
+  __device__ void for_each_unit(const Visit& visit) const {
+    visit(0, sum_thread());
+    if (sum_thread() < kStripInputCols - kSumThreads) visit(1, kSumThreads + sum_thread());
+  }
+
+  __device__ void load_unit(const StripUnit& unit, int row, int col,
+                            RawPack<float, 1> (&raw)[kUnitChannels]) {
+    const ConvShape& shape = work_.shape;
+    const int y = unit.row + row - shape.padding[0];
+    const int x = unit.col + col - shape.padding[1];
+    const bool exists = y >= 0 && y < shape.in_size[0] && x >= 0 && x < shape.in_size[1];
+    const int64_t* stride = work_.input.stride;
+    const int64_t from = unit.sample * stride[0] + y * stride[2] + x * stride[3];
+#pragma unroll
+    for (int c = 0; c < kUnitChannels; ++c) {
+      raw[c] = {};
+      if (exists && c < shape.in_channels)
+        raw[c] = load_raw<float, 1>({work_.input.data, work_.input.dtype}, from + c * stride[1]);
+    }
+  }
+
+  __device__ float value(int k, int c) const { return values_of(raw_[k][c], work_.input.dtype).element[0]; }
+
+  const StripWork& work_;
+  Shared& shared_;
+  RawPack<float, 1> raw_[kUnits][kUnitChannels]{};
+};
+
+// The weight's gradient: a warp has 16 of the output's channels and, where that leaves warps over, a share of
+// the pixels.
+template <int kOutTiles>
+class StripWeightGradient {
+  using Shared = StripShared<kOutTiles>;
+  static constexpr int kShares = kSumWarps / kOutTiles;
+  static constexpr int kTilesOfShare = kTileWarps / kShares;
+
+ public:
+  __device__ StripWeightGradient(const StripWork& work, const Shared& shared)
+      : work_(work),
+        shared_(shared),
+        warp_(sum_thread() / kWarpThreads),
+        out_tile_(warp_ % kOutTiles),
+        share_(warp_ / kOutTiles) {}
+
+  __device__ void add_row(int row) {
+#pragma unroll 1
+    for (int tile = share_ * kTilesOfShare; tile < (share_ + 1) * kTilesOfShare; ++tile) {
+      uint32_t a[kMostParts][4];
+      // Channels 0 to 7 and 8 to 15 of the first pixels, then of the next.
+      const int pixel = tile * kTilePixels + lane_of_thread() / 16 * 8 + lane_of_thread() % 8;
+      const int place = Shared::chunk_place(out_tile_ * 2 + lane_of_thread() / 8 % 2, pixel);
+#pragma unroll
+      for (int part = 0; part < kMostParts; ++part)
+        load_transposed(a[part], shared_address(&shared_.grads[row % 2][part][pixel][place]));
+#pragma unroll
+      for (int down = 0; down < kTaps; ++down) add_taps(row, down, tile, a);
+    }
+  }
+
+  __device__ void write() const {
+    const int slot = blockIdx.x * kShares + share_;
+    float* const to = work_.slots + (slot * kOutTiles + out_tile_) * kSlotValues;
+#pragma unroll
+    for (int tap = 0; tap < kTaps * kTaps; ++tap) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int out_channel = lane_of_thread() / 4 + i / 2 * 8;
+        const int in_channel = lane_of_thread() % 4 * 2 + i % 2;
+        float* const sum = to + (out_channel * kUnitChannels + in_channel) * kTaps * kTaps + tap;
+        const float mine = sums_[tap / kTaps][tap % kTaps][i];
+        *sum = work_.adds ? *sum + mine : mine;
+      }
+    }
+  }
+
+ private:
+  // Sums are rounded by themselves: the tensor cores cut off what they add up.
+  __device__ void add_taps(int row, int down, int tile, const uint32_t (&a)[kMostParts][4]) {
+    const bool is_exact = work_.parts == kMostParts;
+    const int place = (row + down) % kStripInputRows;
+    const int pixel = tile * kTilePixels + lane_of_thread() / 8 % 2 * 8 + lane_of_thread() % 8;
+    uint32_t b[kTaps][4];  // the first parts' words, then the second ones'
+#pragma unroll
+    for (int across = 0; across < kTaps; ++across)
+      load_transposed(b[across],
+                      shared_address(&shared_.input[place][lane_of_thread() / 16][pixel + across]));
+    float d[kTaps][4]{};
+    if (is_exact) {
+#pragma unroll
+      for (int across = 0; across < kTaps; ++across)
+        multiply_add<__half>(d[across], a[1], b[across][0], b[across][1]);
+#pragma unroll
+      for (int across = 0; across < kTaps; ++across)
+        multiply_add<__half>(d[across], a[0], b[across][2], b[across][3]);
+    }
+#pragma unroll
+    for (int across = 0; across < kTaps; ++across)
+      multiply_add<__half>(d[across], a[0], b[across][0], b[across][1]);
+    const Unscale unscale(shared_.grad_exponents[row % 2][tile] + shared_.input_exponents[place]);
+#pragma unroll
+    for (int across = 0; across < kTaps; ++across) unscale.add(sums_[down][across], d[across]);
+  }
+
+  const StripWork& work_;
+  const Shared& shared_;
+  const int warp_, out_tile_, share_;
+  float sums_[kTaps][kTaps][4]{};
+};
+
+// Stores the row of the input's gradient that tile warps have completed.
+template <int kOutTiles>
+__device__ void store_input_row(const StripWork& work, const StripShared<kOutTiles>& shared,
+                                const StripUnit& unit, int row) {
+  const ConvShape& shape = work.shape;
+  const int y = unit.row + row - shape.padding[0];
+  if (row < unit.own_row || row >= unit.last_row || y < 0 || y >= shape.in_size[0]) return;
+  const int64_t map = int64_t(shape.in_size[0]) * shape.in_size[1];
+  for (int col = unit.own_col + sum_thread(); col < unit.last_col; col += kSumThreads) {
+    const int x = unit.col + col - shape.padding[1];
+    if (x < 0 || x >= shape.in_size[1]) continue;
+    int64_t to = unit.sample * shape.in_channels * map + int64_t(y) * shape.in_size[1] + x;
+#pragma unroll
+    for (int c = 0; c < kUnitChannels; ++c, to += map) {
+      if (c >= shape.in_channels) break;
+      float sum = 0;
+#pragma unroll
+      for (int across = 0; across < kTaps; ++across) {
+        const int from = col - across;
+        if (from >= 0 && from < kStripPixels) sum += shared.sums[row % 2][across][c][from];
+      }
+      store_values(work.grad_input, to, Pack<float, 1>{{sum}});
+    }
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

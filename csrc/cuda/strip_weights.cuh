@@ -1,0 +1,116 @@
+// The weight in shared memory, scaled and split, in the words that lanes hand to the tensor cores.
+#pragma once
+
+#include "strip_work.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// By all threads of a block, once.
+template <int kOutTiles>
+class StripWeights {
+  using Shared = StripShared<kOutTiles>;
+  static constexpr int kTapsOfChannel = kTaps * kTaps;
+  static constexpr int kValues = kUnitChannels * kTapsOfChannel;  // of a channel of the output
+
+ public:
+  __device__ StripWeights(const StripWork& work, Shared& shared) : work_(work), shared_(shared) {}
+
+  __device__ void load() {
+    if (threadIdx.x == 0) {
+      shared_.weight_largest = 0;
+      shared_.weights_are_plain = 0;
+    }
+    __syncthreads();
+    for (int c = threadIdx.x / kWarpThreads; c < Shared::kChannels; c += kStripThreads / kWarpThreads)
+      measure(c);
+    __syncthreads();
+    for (int i = threadIdx.x; i < kTaps * Shared::kChunks * kWarpThreads; i += kStripThreads)
+      write_conv(i / kWarpThreads / Shared::kChunks, i / kWarpThreads % Shared::kChunks, i % kWarpThreads);
+    const float scale = power_of_two(scale_exponent(shared_.weight_largest));
+    for (int i = threadIdx.x; i < kOutTiles * kTapsOfChannel * kWarpThreads; i += kStripThreads)
+      write_gradient(i / kWarpThreads / kTapsOfChannel, i / kWarpThreads % kTapsOfChannel, i % kWarpThreads,
+                     scale);
+  }
+
+ private:
+  __device__ float weight(int out_channel, int in_channel, int down, int across) const {
+    if (in_channel >= work_.shape.in_channels || out_channel >= work_.shape.out_channels) return 0;
+    const int64_t* stride = work_.weight.stride;
+    return load_values<float, 1>(
+               {work_.weight.data, work_.weight.dtype},
+               out_channel * stride[0] + in_channel * stride[1] + down * stride[2] + across * stride[3])
+        .element[0];
+  }
+
+  // By a warp: a channel's scale, and whether one scale will do for it.
+  __device__ void measure(int c) {
+    const bool exists = c < work_.shape.out_channels;
+    const float balance = exists && work_.balance != nullptr ? work_.balance[c] : 1.0f;
+    unsigned most = 0;
+    unsigned least = kInfinityBits;  // of the channels of the input, their largest ones
+    bool is_finite = true;
+    for (int in_channel = 0; in_channel < work_.shape.in_channels; ++in_channel) {
+      const int tap = min(lane_of_thread(), kTapsOfChannel - 1);
+      const float x = weight(c, in_channel, tap / kTaps, tap % kTaps);
+      is_finite &= (__float_as_uint(x) & kInfinityBits) != kInfinityBits;
+      const unsigned of_channel = largest_of_warp(finite_magnitude(x));
+      most = max(most, of_channel);
+      if (of_channel != 0) least = min(least, of_channel);
+    }
+    is_finite = __all_sync(~0u, is_finite);
+    if (lane_of_thread() > 0) return;
+    const bool is_wide = most != 0 && exponent_of(most) - exponent_of(least) > kExactBits;
+    if (!is_finite || is_wide) shared_.weights_are_plain = 1;
+    atomicMax(&shared_.weight_largest, finite_magnitude(__uint_as_float(most) / balance));
+    shared_.balance[c] = balance;
+    shared_.conv_channels[c] = {power_of_two(-scale_exponent(most)),
+                                exists ? value_of<float>(work_.bias, c) : 0.0f};
+  }
+
+  // Of four values the high and the low words.
+  template <int kWords>
+  __device__ static void split(const float (&x)[2 * kWords], uint32_t (&high)[kWords],
+                               uint32_t (&low)[kWords]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      high[i] = narrow_pair<__half>(x[2 * i], x[2 * i + 1]);
+      const float2 rounded = half_values(high[i]);
+      low[i] = narrow_pair<__half>(x[2 * i] - rounded.x, x[2 * i + 1] - rounded.y);
+    }
+  }
+
+  // Rows of this operand are channels of the input, two a word; columns those of the output.
+  __device__ void write_conv(int down, int chunk, int lane) {
+    const int c = chunk * kUnitChannels + lane / 4;
+    const float scale = 1.0f / shared_.conv_channels[c].x;
+    float x[2 * kTaps];
+#pragma unroll
+    for (int i = 0; i < 2 * kTaps; ++i) x[i] = scale * weight(c, lane % 4 * 2 + i % 2, down, i / 2);
+    uint32_t high[kTaps];
+    uint32_t low[kTaps];
+    split(x, high, low);
+    shared_.conv_weights[down][chunk][lane] = {high[0], high[1], low[0], low[1]};
+    shared_.conv_tails[down][chunk][lane] = {high[2], low[2]};
+  }
+
+  // Here rows are channels of the output, and columns those of the input.
+  __device__ void write_gradient(int tile, int tap, int lane, float scale) {
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int c = tile * kWarpChannels + i / 2 * kUnitChannels + lane % 4 * 2 + i % 2;
+      x[i] = weight(c, lane / 4, tap / kTaps, tap % kTaps) / shared_.balance[c] * scale;
+    }
+    uint32_t high[2];
+    uint32_t low[2];
+    split(x, high, low);
+    shared_.gradient_weights[tile][tap / kTaps][tap % kTaps][lane] = {high[0], high[1], low[0], low[1]};
+  }
+
+  const StripWork& work_;
+  Shared& shared_;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
