@@ -37,7 +37,7 @@ struct BackwardWork {
   GroupMeans<T>* means;  // [samples][groups]
   cuda::WideDivisor by_group_channels;
   PoolShape pool;
-  int2* window_place;         // [samples][C][windows]: row and column of the maximum
+  int* window_place;          // [samples][C][windows]: of the maximum, counted row by row in its window
   T* window_grad;             // and the gradient that goes there
   T* most;                    // [samples][pixels]: the gradient at each place x is
   T* factor;                  // exp(x - most) * factor

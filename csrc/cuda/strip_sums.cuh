@@ -21,16 +21,23 @@ class StripInput {
   __device__ StripInput(const StripWork& work, Shared& shared) : work_(work), shared_(shared) {}
 
   __device__ void load(const StripUnit& unit, int row) {
-    for_each_unit([&](int k, int col) { load_unit(unit, row, col, raw_[k]); });
+    for_each_unit([&](int k, int col) {
+      if (work_.input.dtype == DType::kFloat32) {
+        load_words<uint32_t>(unit, row, col, word_[k]);
+      } else {
+        load_words<uint16_t>(unit, row, col, word_[k]);
+      }
+    });
   }
 
-  // The largest values of the row that was loaded.
+  // Converts the row that was loaded, and finds its largest values.
   __device__ void measure(int row) {
     uint2 largest{0, 0};
     for_each_unit([&](int k, int) {
+      if (work_.input.dtype != DType::kFloat32) widen_words(word_[k]);
 #pragma unroll
       for (int c = 0; c < kUnitChannels; ++c) {
-        const float x = value(k, c);
+        const float x = __uint_as_float(word_[k][c]);
         largest.x = max(largest.x, finite_magnitude(x));
         largest.y = max(largest.y, __float_as_uint(x) & 0x7fffffffu);
       }
@@ -56,7 +63,7 @@ class StripInput {
     for_each_unit([&](int k, int col) {
       float x[kUnitChannels];
 #pragma unroll
-      for (int c = 0; c < kUnitChannels; ++c) x[c] = value(k, c) * scale;
+      for (int c = 0; c < kUnitChannels; ++c) x[c] = __uint_as_float(word_[k][c]) * scale;
       PackedUnit parts[kMostParts];
       pack_unit<Float32Ieee>(x, parts);
 #pragma unroll
@@ -74,27 +81,32 @@ class StripInput {
     if (sum_thread() < kStripInputCols - kSumThreads) visit(1, kSumThreads + sum_thread());
   }
 
-  __device__ void load_unit(const StripUnit& unit, int row, int col,
-                            RawPack<float, 1> (&raw)[kUnitChannels]) {
+  template <class Word>
+  __device__ void load_words(const StripUnit& unit, int row, int col, uint32_t (&word)[kUnitChannels]) const {
     const ConvShape& shape = work_.shape;
     const int y = unit.row + row - shape.padding[0];
     const int x = unit.col + col - shape.padding[1];
     const bool exists = y >= 0 && y < shape.in_size[0] && x >= 0 && x < shape.in_size[1];
     const int64_t* stride = work_.input.stride;
-    const int64_t from = unit.sample * stride[0] + y * stride[2] + x * stride[3];
+    const Word* from = static_cast<const Word*>(work_.input.data) + unit.sample * stride[0] +
+                       y * stride[2] + x * stride[3];
 #pragma unroll
-    for (int c = 0; c < kUnitChannels; ++c) {
-      raw[c] = {};
-      if (exists && c < shape.in_channels)
-        raw[c] = load_raw<float, 1>({work_.input.data, work_.input.dtype}, from + c * stride[1]);
+    for (int c = 0; c < kUnitChannels; ++c, from += stride[1]) {
+      word[c] = 0;
+      if (exists && c < shape.in_channels) word[c] = *from;
     }
   }
 
-  __device__ float value(int k, int c) const { return values_of(raw_[k][c], work_.input.dtype).element[0]; }
+  __device__ void widen_words(uint32_t (&word)[kUnitChannels]) const {
+    const bool is_bfloat16 = work_.input.dtype == DType::kBFloat16;
+#pragma unroll
+    for (uint32_t& w : word)
+      w = __float_as_uint(is_bfloat16 ? from_bfloat16(uint16_t(w)) : __half2float(__ushort_as_half(uint16_t(w))));
+  }
 
   const StripWork& work_;
   Shared& shared_;
-  RawPack<float, 1> raw_[kUnits][kUnitChannels]{};
+  uint32_t word_[kUnits][kUnitChannels]{};
 };
 
 // The weight's gradient: a warp has 16 of the output's channels and, where that leaves warps over, a share of
@@ -113,18 +125,23 @@ class StripWeightGradient {
         out_tile_(warp_ % kOutTiles),
         share_(warp_ / kOutTiles) {}
 
+  // The sums of a tile, which has a scale of its own, are rounded by themselves: the tensor cores cut off what
+  // they add up.
   __device__ void add_row(int row) {
+    int exponents[kTaps];
+#pragma unroll
+    for (int down = 0; down < kTaps; ++down)
+      exponents[down] = shared_.input_exponents[(row + down) % kStripInputRows];
 #pragma unroll 1
     for (int tile = share_ * kTilesOfShare; tile < (share_ + 1) * kTilesOfShare; ++tile) {
-      uint32_t a[kMostParts][4];
-      // Channels 0 to 7 and 8 to 15 of the first pixels, then of the next.
-      const int pixel = tile * kTilePixels + lane_of_thread() / 16 * 8 + lane_of_thread() % 8;
-      const int place = Shared::chunk_place(out_tile_ * 2 + lane_of_thread() / 8 % 2, pixel);
+      float d[kTaps][kTaps][4]{};
+      multiply(row, tile, d);
+      const int exponent = shared_.grad_exponents[row % 2][tile];
 #pragma unroll
-      for (int part = 0; part < kMostParts; ++part)
-        load_transposed(a[part], shared_address(&shared_.grads[row % 2][part][pixel][place]));
+      for (int down = 0; down < kTaps; ++down) exponents[down] += exponent;
+      unscale_taps(exponents, d, sums_);
 #pragma unroll
-      for (int down = 0; down < kTaps; ++down) add_taps(row, down, tile, a);
+      for (int down = 0; down < kTaps; ++down) exponents[down] -= exponent;
     }
   }
 
@@ -145,31 +162,27 @@ class StripWeightGradient {
   }
 
  private:
-  // Sums are rounded by themselves: the tensor cores cut off what they add up.
-  __device__ void add_taps(int row, int down, int tile, const uint32_t (&a)[kMostParts][4]) {
+  __device__ void multiply(int row, int tile, float (&d)[kTaps][kTaps][4]) const {
     const bool is_exact = work_.parts == kMostParts;
-    const int place = (row + down) % kStripInputRows;
+    // Channels 0 to 7 and 8 to 15 of the first pixels, then of the next.
+    const int grad_pixel = tile * kTilePixels + lane_of_thread() / 16 * 8 + lane_of_thread() % 8;
+    const int grad_place = Shared::chunk_place(out_tile_ * 2 + lane_of_thread() / 8 % 2, grad_pixel);
     const int pixel = tile * kTilePixels + lane_of_thread() / 8 % 2 * 8 + lane_of_thread() % 8;
-    uint32_t b[kTaps][4];  // the first parts' words, then the second ones'
+    uint32_t a[kMostParts][4];
+    uint32_t b[kTaps][kTaps][4];  // the first parts' words, then the second ones'
 #pragma unroll
-    for (int across = 0; across < kTaps; ++across)
-      load_transposed(b[across],
+    for (int part = 0; part < kMostParts; ++part)
+      load_transposed(a[part], shared_address(&shared_.grads[row % 2][part][grad_pixel][grad_place]));
+    for_each_tap([&](int down, int across) {
+      const int place = (row + down) % kStripInputRows;
+      load_transposed(b[down][across],
                       shared_address(&shared_.input[place][lane_of_thread() / 16][pixel + across]));
-    float d[kTaps][4]{};
+    });
     if (is_exact) {
-#pragma unroll
-      for (int across = 0; across < kTaps; ++across)
-        multiply_add<__half>(d[across], a[1], b[across][0], b[across][1]);
-#pragma unroll
-      for (int across = 0; across < kTaps; ++across)
-        multiply_add<__half>(d[across], a[0], b[across][2], b[across][3]);
+      for_each_tap([&](int y, int x) { multiply_add<__half>(d[y][x], a[1], b[y][x][0], b[y][x][1]); });
+      for_each_tap([&](int y, int x) { multiply_add<__half>(d[y][x], a[0], b[y][x][2], b[y][x][3]); });
     }
-#pragma unroll
-    for (int across = 0; across < kTaps; ++across)
-      multiply_add<__half>(d[across], a[0], b[across][0], b[across][1]);
-    const Unscale unscale(shared_.grad_exponents[row % 2][tile] + shared_.input_exponents[place]);
-#pragma unroll
-    for (int across = 0; across < kTaps; ++across) unscale.add(sums_[down][across], d[across]);
+    for_each_tap([&](int y, int x) { multiply_add<__half>(d[y][x], a[0], b[y][x][0], b[y][x][1]); });
   }
 
   const StripWork& work_;
@@ -179,7 +192,7 @@ class StripWeightGradient {
 };
 
 // Stores the row of the input's gradient that tile warps have completed.
-template <int kOutTiles>
+template <class Element, int kOutTiles>
 __device__ void store_input_row(const StripWork& work, const StripShared<kOutTiles>& shared,
                                 const StripUnit& unit, int row) {
   const ConvShape& shape = work.shape;
@@ -199,8 +212,21 @@ __device__ void store_input_row(const StripWork& work, const StripShared<kOutTil
         const int from = col - across;
         if (from >= 0 && from < kStripPixels) sum += shared.sums[row % 2][across][c][from];
       }
-      store_values(work.grad_input, to, Pack<float, 1>{{sum}});
+      static_cast<Element*>(work.grad_input.data)[to] = narrow<Element>(sum);
     }
+  }
+}
+
+template <int kOutTiles>
+__device__ void store_input_row(const StripWork& work, const StripShared<kOutTiles>& shared,
+                                const StripUnit& unit, int row) {
+  switch (work.grad_input.dtype) {
+    case DType::kBFloat16:
+      return store_input_row<__nv_bfloat16>(work, shared, unit, row);
+    case DType::kFloat16:
+      return store_input_row<__half>(work, shared, unit, row);
+    default:
+      return store_input_row<float>(work, shared, unit, row);
   }
 }
 

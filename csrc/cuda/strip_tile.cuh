@@ -56,18 +56,16 @@ class TileSums {
 
  private:
   // Leaves kKept sums over the lanes at the front.
+  template <int kHalf = kValues / 2>
   __device__ static void share(float (&x)[kValues]) {
-    int distance = kWarpThreads / 2;
+    constexpr int kDistance = 4 * kHalf / kKept;
+    const bool is_upper = (threadIdx.x & kDistance) != 0;
 #pragma unroll
-    for (int half = kValues / 2; half >= kKept; half /= 2) {
-      const bool is_upper = (threadIdx.x & distance) != 0;
-#pragma unroll
-      for (int i = 0; i < half; ++i) {
-        const float given = is_upper ? x[i] : x[i + half];
-        x[i] = (is_upper ? x[i + half] : x[i]) + __shfl_xor_sync(~0u, given, distance);
-      }
-      distance /= 2;
+    for (int i = 0; i < kHalf; ++i) {
+      const float given = is_upper ? x[i] : x[i + kHalf];
+      x[i] = (is_upper ? x[i + kHalf] : x[i]) + __shfl_xor_sync(~0u, given, kDistance);
     }
+    if constexpr (kHalf > kKept) share<kHalf / 2>(x);
   }
 
   double total_[kGradientKinds][kKept]{};
@@ -130,6 +128,7 @@ class SumsPass : public TilePass<Chain, kOutTiles, false> {
     spread.load_grad(unit.row + row);
     TileValues<kChunks> v;
     this->conv_.compute(unit, row, v);
+    spread.settle();
     if constexpr (kReducesChannels) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) write_table(unit.row + row, i, v, spread);
@@ -228,12 +227,14 @@ class GradientPass : public TilePass<Chain, kOutTiles, true> {
     spread.load(unit.row + row);
     TileValues<kChunks> v;
     this->conv_.compute(unit, row, v);
+    spread.settle();
     typename TileSums<kChunks, kKinds>::Row sums;
     unsigned largest = 0;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) make_gradient(unit, row, c, k, spread, v[c], sums);
+      const float2 balance = *reinterpret_cast<const float2*>(&this->shared_.balance[tile_channel(c)]);
+      make_gradient(unit, row, c, 0, balance.x, spread, v[c], sums);
+      make_gradient(unit, row, c, 1, balance.y, spread, v[c], sums);
 #pragma unroll
       for (float x : v[c]) largest = max(largest, finite_magnitude(x));
     }
@@ -246,12 +247,11 @@ class GradientPass : public TilePass<Chain, kOutTiles, true> {
   }
 
   // v's gradient takes v's place.
-  __device__ void make_gradient(const StripUnit& unit, int row, int c, int k,
+  __device__ void make_gradient(const StripUnit& unit, int row, int c, int k, float balance,
                                 const StripSpread<Chain, kChunks>& spread, float (&v)[4],
                                 typename TileSums<kChunks, kKinds>::Row& sums) const {
     const int channel = tile_channel(c) + k;
     const SampleChannel of = this->channel_at(channel);
-    const float balance = this->shared_.balance[channel];
     const bool has_channel = channel < this->work_.channels;
     const Pack<float, 2> grad = spread.gradients(c, k, {v[k], v[2 + k]}, of.channel);
 #pragma unroll
@@ -300,18 +300,13 @@ class GradientPass : public TilePass<Chain, kOutTiles, true> {
   // Adds the row's products with each tap to the rows of the input's gradient that they belong to.
   __device__ void multiply(int exponent, const Words& high, const Words& low) {
     const bool is_exact = this->strip_.parts == kMostParts;
-    const Unscale unscale(exponent + scale_exponent(this->shared_.weight_largest));
+    float d[kTaps][kTaps][4]{};
 #pragma unroll
-    for (int across = 0; across < kTaps; ++across) {
-      float d[kTaps][4]{};
+    for (int tile = 0; tile < kOutTiles; ++tile) {
+      const Operand4 a = operand(high, tile);
+      const Operand4 a_low = operand(low, tile);
 #pragma unroll
-      for (int tile = 0; tile < kOutTiles; ++tile) {
-        const auto operand = [tile](const Words& words) {
-          return Operand4{
-              {words[2 * tile][0], words[2 * tile][1], words[2 * tile + 1][0], words[2 * tile + 1][1]}};
-        };
-        const Operand4 a = operand(high);
-        const Operand4 a_low = operand(low);
+      for (int across = 0; across < kTaps; ++across) {
         uint4 b[kTaps];
 #pragma unroll
         for (int down = 0; down < kTaps; ++down)
@@ -319,22 +314,27 @@ class GradientPass : public TilePass<Chain, kOutTiles, true> {
         if (is_exact) {
 #pragma unroll
           for (int down = 0; down < kTaps; ++down)
-            multiply_add<__half>(d[down], a_low.word, b[down].x, b[down].y);
+            multiply_add<__half>(d[down][across], a_low.word, b[down].x, b[down].y);
 #pragma unroll
           for (int down = 0; down < kTaps; ++down)
-            multiply_add<__half>(d[down], a.word, b[down].z, b[down].w);
+            multiply_add<__half>(d[down][across], a.word, b[down].z, b[down].w);
         }
 #pragma unroll
-        for (int down = 0; down < kTaps; ++down) multiply_add<__half>(d[down], a.word, b[down].x, b[down].y);
+        for (int down = 0; down < kTaps; ++down)
+          multiply_add<__half>(d[down][across], a.word, b[down].x, b[down].y);
       }
-#pragma unroll
-      for (int down = 0; down < kTaps; ++down) unscale.add(input_[down][across], d[down]);
     }
+    exponent += scale_exponent(this->shared_.weight_largest);
+    unscale_taps({exponent, exponent, exponent}, d, input_);
   }
 
   struct Operand4 {
     uint32_t word[4];
   };
+
+  __device__ static Operand4 operand(const Words& words, int tile) {
+    return {{words[2 * tile][0], words[2 * tile][1], words[2 * tile + 1][0], words[2 * tile + 1][1]}};
+  }
 
   // The row of the input's gradient that no further row adds to goes to the sum warps; the others move up.
   __device__ void complete_row(int row) {

@@ -300,7 +300,7 @@ class BackwardRun {
         });
     }
     if constexpr (kPools) {
-      window_place_ = workspace.take<int2>(step_samples * channels_ * windows_);
+      window_place_ = workspace.take<int>(step_samples * channels_ * windows_);
       window_grad_ = workspace.take<T>(step_samples * channels_ * windows_);
     } else if constexpr (kReducesChannels) {
       most_ = workspace.take<T>(step_samples * pixels_);
@@ -471,7 +471,7 @@ class BackwardRun {
   Part<double>* moments_ = nullptr;
   Norm<T>* norms_ = nullptr;
   GroupMeans<T>* means_ = nullptr;
-  int2* window_place_ = nullptr;
+  int* window_place_ = nullptr;
   T* window_grad_ = nullptr;
   T* most_ = nullptr;
   T* factor_ = nullptr;

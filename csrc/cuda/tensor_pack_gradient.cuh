@@ -170,11 +170,12 @@ class RowSpread<Chain, MaxPool> {
     const int step = kGradientThreads >> shift;
     const int lane = threadIdx.x & (pack_.shape.window_lanes - 1);
     const int64_t plane_windows = pack_.work.windows.of.values;
+    const int first_place = (row_.row - window_row * pool.window_rows) * pool.window_cols;
     const int64_t first_window =
         row_.sample * channels * plane_windows + int64_t(window_row) * pool.pooled_cols;
     for (int first = threadIdx.x >> shift; first < channels; first += kAtOnce * step) {
       for (int col = lane; col < pool.pooled_cols; col += pack_.shape.window_lanes) {
-        int2 place[kAtOnce];
+        int place[kAtOnce];
         float grad[kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
@@ -186,7 +187,9 @@ class RowSpread<Chain, MaxPool> {
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
           const int c = first + k * step;
-          if (c < channels && place[k].x == row_.row) values_[c * pack_.shape.pitch + place[k].y] = grad[k];
+          const int in_row = place[k] - first_place;
+          if (c < channels && in_row >= 0 && in_row < pool.window_cols)
+            values_[c * pack_.shape.pitch + col * pool.window_cols + in_row] = grad[k];
         }
       }
     }

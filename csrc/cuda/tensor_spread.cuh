@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
     const T y = most.value;
     Gradients<T> none{};
     const T grad = Chain::Final::vjp(load_values<T, 1>(work.grad, at).element[0], y, y, channel, none);
-    work.window_place[at] = most.place;
+    work.window_place[at] = (most.place.x - corner.x) * pool.window_cols + most.place.y - corner.y;
     work.window_grad[at] = grad;
     if constexpr (Chain::kNeedsStatistics)
       add_after_norm<Chain>(grad, load_values<T, 1>(work.v, from).element[0], channel, norm, sums);
@@ -238,6 +238,13 @@ __global__ void __launch_bounds__(kPlaneThreads)
 
 // ---- the gradient at each place ----
 
+// Counted row by row.
+__device__ inline int place_in_window(const PoolShape& pool, int row, int col) {
+  const int row_in_window = row - pool.by_window_rows.divide(row) * pool.window_rows;
+  const int col_in_window = col - pool.by_window_cols.divide(col) * pool.window_cols;
+  return row_in_window * pool.window_cols + col_in_window;
+}
+
 // From a table, or from grad itself, for a thread's packs of a slice: load(i) at once, and gradients() when
 // v is there too.
 template <class Chain, class T, class Reduce = typename Chain::Reduce>
@@ -278,7 +285,7 @@ class Spread<Chain, T, MaxPool> {
   static constexpr int kBatch = 2;
   template <int kCount>
   struct Loaded {
-    int2 place[kCount];
+    int place[kCount];
     T grad[kCount];
   };
 
@@ -295,7 +302,7 @@ class Spread<Chain, T, MaxPool> {
     for_each_pixel<kCount>(i, [&](int k, int row, int col) {
       const int window_row = pool_.by_window_rows.divide(row);
       const int window_col = pool_.by_window_cols.divide(col);
-      loaded.place[k] = make_int2(-1, -1);
+      loaded.place[k] = -1;
       loaded.grad[k] = 0;
       if (window_row < pool_.pooled_rows && window_col < pool_.pooled_cols) {
         const int64_t at = first_window_ + int64_t(window_row) * pool_.pooled_cols + window_col;
@@ -311,8 +318,7 @@ class Spread<Chain, T, MaxPool> {
                                        const Channel<T>&) const {
     Pack<T, kCount> grad;
     for_each_pixel<kCount>(i, [&](int k, int row, int col) {
-      const bool is_maximum = loaded.place[k].x == row && loaded.place[k].y == col;
-      grad.element[k] = is_maximum ? loaded.grad[k] : T(0);
+      grad.element[k] = loaded.place[k] == place_in_window(pool_, row, col) ? loaded.grad[k] : T(0);
     });
     return grad;
   }
