@@ -20,8 +20,6 @@ constexpr int64_t kStepBytes = int64_t(128) << 20;
 // The conv of some samples, as a problem of its own.
 inline Problem conv_problem(const BackwardProblem& problem, int64_t first, int64_t samples, float* v) {
   Problem conv{problem.conv->input, &problem.conv->conv, problem.arguments, problem.v};
-  conv.arguments.norm_weight = {};
-  conv.arguments.norm_bias = {};
   conv.input.data =
       static_cast<char*>(conv.input.data) + first * conv.input.stride[0] * bytes_of(conv.input.dtype);
   conv.output.data = v;
@@ -80,66 +78,54 @@ class PackedBackwardRun {
   const ConvGradients gradients_;
 };
 
-// The same in strips: all samples at once, or some where the chain wants v in memory.
+// The conv of all samples, with an output as the chain's.
+template <class Chain>
+Problem chain_problem(const BackwardProblem& problem) {
+  Problem conv{problem.conv->input, &problem.conv->conv, problem.arguments, problem.v};
+  if (Chain::Reduce::kPools) {
+    for (int d = 0; d < 2; ++d) conv.output.size[2 + d] /= problem.arguments.pool[d];
+  }
+  return conv;
+}
+
+// The same in strips: all samples at once.
 template <class Chain>
 class StripBackwardRun {
-  static constexpr bool kNeedsV = BackwardRun<Chain, float>::kStripsNeedV;
-  static constexpr bool kUsesConv = kNeedsV || Chain::kNeedsStatistics;
-
  public:
   StripBackwardRun(const BackwardProblem& problem, const cuda::BackwardPlan& plan, void* memory,
                    const cuda::Card& card)
       : problem_(problem),
         plan_(plan),
         card_(card),
-        strips_(problem, plan.step_samples, memory, card),
+        strips_(problem, memory, card),
         workspace_(static_cast<char*>(memory) + strips_.workspace_bytes()),
-        v_(kNeedsV ? workspace_.take<float>(element_count(problem.v) / problem.v.size[0] * plan.step_samples)
-                   : nullptr),
-        conv_workspace_(kUsesConv ? workspace_.take<char>(conv_bytes()) : nullptr),
-        chain_(problem, {StepKind::kStrips, plan.step_samples, strips_.slices()}, workspace_, card) {}
+        conv_workspace_(Chain::kNeedsStatistics ? workspace_.take<char>(ConvChain<Chain>::workspace(
+                                                      chain_problem<Chain>(problem), plan.conv))
+                                                : nullptr),
+        chain_(problem, {StepKind::kStrips, problem.v.size[0], strips_.slices()}, workspace_, card) {}
 
   size_t workspace_bytes() const { return workspace_.bytes() + strips_.workspace_bytes(); }
 
   cudaError_t launch(cudaStream_t stream) const {
-    if (const cudaError_t status = strips_.launch_before_steps(stream)) return status;
-    const int64_t samples = problem_.v.size[0];
-    for (int64_t first = 0; first < samples; first += plan_.step_samples) {
-      const int64_t of_step = std::min(plan_.step_samples, samples - first);
-      if (const cudaError_t status = launch_conv(first, of_step, stream)) return status;
-      if (const cudaError_t status =
-              chain_.with_conv().launch_strips(first, of_step, v_, strips_.work(first, of_step), stream))
-        return status;
+    const BackwardRun<Chain, float>& chain = chain_.with_conv();
+    if (const cudaError_t status = strips_.launch_before(stream)) return status;
+    if constexpr (Chain::kNeedsStatistics) {
+      const ConvFindings findings{chain.norms(), chain.window_values(), chain.window_places()};
+      const cudaError_t status = ConvChain<Chain>::launch_findings(chain_problem<Chain>(problem_), plan_.conv,
+                                                                   conv_workspace_, findings, card_, stream);
+      if (status != cudaSuccess) return status;
     }
+    if (const cudaError_t status = chain.launch_strips(strips_.work(), stream)) return status;
     if (const cudaError_t status = chain_.launch_parameters(stream)) return status;
     return strips_.launch_weight(stream);
   }
 
  private:
-  size_t conv_bytes() const {
-    const Problem conv = conv_problem(problem_, 0, plan_.step_samples, nullptr);
-    if constexpr (kNeedsV) return cuda::identity.workspace(conv, plan_.conv, card_);
-    return ConvChain<Chain>::workspace(conv, plan_.conv);
-  }
-
-  // v, or its statistics.
-  cudaError_t launch_conv(int64_t first, int64_t samples, cudaStream_t stream) const {
-    const Problem conv = conv_problem(problem_, first, samples, v_);
-    if constexpr (kNeedsV) return cuda::identity.launch(conv, plan_.conv, conv_workspace_, card_, stream);
-    if constexpr (kUsesConv) {
-      if (Norm<float>* const norms = chain_.with_conv().norms())
-        return ConvChain<Chain>::launch_statistics_of(conv, plan_.conv, conv_workspace_, norms, card_,
-                                                      stream);
-    }
-    return cudaSuccess;
-  }
-
   const BackwardProblem& problem_;
   const cuda::BackwardPlan& plan_;
   const cuda::Card card_;
   const StripGradients strips_;
   Workspace workspace_;
-  float* const v_;
   void* const conv_workspace_;
   const TensorBackward<Chain> chain_;
 };
@@ -201,33 +187,47 @@ struct ChainBackward {
  private:
   static cuda::BackwardPlan plan_with_conv(const BackwardProblem& problem, const cuda::Card& card) {
     std::string reason = reason_against_gradients(problem, card);
-    const bool in_strips = reason.empty() && reason_against_strips(problem, card).empty();
-    if (reason.empty() && !in_strips && !BackwardRun<Chain, float>::may_pack(problem, card))
-      reason = "shared memory";
+    if (reason.empty() && reason_against_strips(problem, card).empty()) {
+      const cuda::BackwardPlan plan = plan_strips(problem, card);
+      if (plan.runs) return plan;
+    }
+    if (reason.empty() && !BackwardRun<Chain, float>::may_pack(problem, card)) reason = "shared memory";
     if (!reason.empty()) return {false, "two-step, " + reason};
-    const Problem conv = conv_problem(problem, 0, problem.v.size[0], nullptr);
-    cuda::BackwardPlan plan{true, "", cuda::identity.plan(conv, card)};
-    plan.reason = plan.conv.reason;
-    plan.runs = plan.conv.source != cuda::ConvSource::kNone;
-    if (!plan.runs) return plan;
-    plan.in_strips = in_strips;
-    plan.step_samples = step_samples(problem, in_strips, card);
-    if (in_strips) plan.reason += ", strips";
-    plan.reason += ", steps of " + std::to_string(plan.step_samples) + " samples";
-    plan.workspace = in_strips ? StripBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes()
-                               : PackedBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
+    return plan_packed(problem, card);
+  }
+
+  static cuda::BackwardPlan plan_strips(const BackwardProblem& problem, const cuda::Card& card) {
+    cuda::BackwardPlan plan{true, "direct"};
+    if constexpr (Chain::kNeedsStatistics) {
+      plan.conv = ConvChain<Chain>::plan_findings(chain_problem<Chain>(problem), card);
+      plan.reason = plan.conv.reason;
+      plan.runs = plan.conv.source != cuda::ConvSource::kNone;
+      if (!plan.runs) return plan;
+    }
+    plan.in_strips = true;
+    plan.reason += ", strips of " + std::to_string(kStripPixels) + " pixels";
+    plan.workspace = StripBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
     return plan;
   }
 
-  // As many as fill kStepBytes with what is kept of one kind: of v, of the input, which is packed for v, or
-  // of what is packed for the gradients.
-  static int64_t step_samples(const BackwardProblem& problem, bool in_strips, const cuda::Card& card) {
+  static cuda::BackwardPlan plan_packed(const BackwardProblem& problem, const cuda::Card& card) {
     const int64_t samples = problem.v.size[0];
-    if (in_strips && !BackwardRun<Chain, float>::kStripsNeedV) return samples;
+    cuda::BackwardPlan plan{true, "", cuda::identity.plan(conv_problem(problem, 0, samples, nullptr), card)};
+    plan.reason = plan.conv.reason;
+    plan.runs = plan.conv.source != cuda::ConvSource::kNone;
+    if (!plan.runs) return plan;
+    plan.step_samples = std::clamp<int64_t>(kStepBytes / sample_bytes(problem, card), 1, samples);
+    plan.reason += ", steps of " + std::to_string(plan.step_samples) + " samples";
+    plan.workspace = PackedBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
+    return plan;
+  }
+
+  // The most that is kept of a sample: of v, of the input, which is packed for v, or of what is packed for
+  // the gradients.
+  static int64_t sample_bytes(const BackwardProblem& problem, const cuda::Card& card) {
     const int64_t values = std::max(element_count(problem.v), element_count(problem.conv->input));
-    int64_t bytes = values / samples * int64_t(sizeof(float));
-    if (!in_strips) bytes = std::max(bytes, ConvGradients::sample_bytes(problem, card));
-    return std::clamp<int64_t>(kStepBytes / bytes, 1, samples);
+    return std::max(values / problem.v.size[0] * int64_t(sizeof(float)),
+                    ConvGradients::sample_bytes(problem, card));
   }
 };
 

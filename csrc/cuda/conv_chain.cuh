@@ -19,6 +19,13 @@ using cuda::Card;
 using cuda::ConvPlan;
 using cuda::ConvSource;
 
+// Of a chain with a norm, for backward: the norms without weight and bias, and what the pool took of Pre(v).
+struct ConvFindings {
+  Norm<float>* norms;  // [N][C]
+  float* pooled;       // [N][C][pooled height][pooled width]
+  int* pooled_places;  // each in its window, counted row by row
+};
+
 template <class Chain>
 struct ConvChain {
   static constexpr bool kPools = Chain::Reduce::kPools;
@@ -44,19 +51,29 @@ struct ConvChain {
     return status;
   }
 
-  // Queues the statistics alone, which a chain that waits for them has: norms is [N][C]. The plan is
-  // identity's.
-  static cudaError_t launch_statistics_of(const Problem& problem, const ConvPlan& plan, void* workspace,
-                                          Norm<float>* norms, const Card& card, cudaStream_t stream) {
+  // How launch_findings() runs. The output is of the size that the chain gives.
+  static ConvPlan plan_findings(const Problem& problem, const Card& card) {
+    return cuda::plan_conv(problem, {kPools, false, kPools}, card);
+  }
+
+  // Queues what backward wants to know before it computes v again.
+  static cudaError_t launch_findings(const Problem& problem, const ConvPlan& plan, void* workspace,
+                                     const ConvFindings& to, const Card& card, cudaStream_t stream) {
     ConvProblem p = conv_problem(problem, plan, workspace).first;
-    p.norms = norms;
+    p.norms = to.norms;
+    p.pooled = to.pooled;
+    p.pooled_places = to.pooled_places;
     cudaError_t status = cudaErrorInvalidValue;
     visit_modes(problem, plan.source, [&](auto source, auto mode) {
+      using S = decltype(source);
       using Mode = decltype(mode);
+      using Pass = std::conditional_t<kPools, PoolPass<Chain, true>, MomentsPass<typename Chain::Pre>>;
       status = launch_pack<Mode>(p, stream);
-      if (status == cudaSuccess) status = launch_moments<decltype(source), Mode>(p, card, stream);
+      if (status == cudaSuccess) status = launch_pass<S, Mode, Pass>(p, card, stream);
     });
-    return status;
+    p.arguments.norm_weight = {};
+    p.arguments.norm_bias = {};
+    return status == cudaSuccess ? launch_norms(p, card, stream) : status;
   }
 
   // Loads the kernels onto the current device and lets them use all of its shared memory.
@@ -71,7 +88,8 @@ struct ConvChain {
       using Mode = decltype(mode);
       if (status == cudaSuccess) status = load_pack<Mode>();
       if constexpr (kPools) {
-        allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, PoolPass<Chain>>));
+        allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, PoolPass<Chain, false>>));
+        allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, PoolPass<Chain, true>>));
       } else {
         if constexpr (Chain::kNeedsStatistics)
           allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, MomentsPass<typename Chain::Pre>>));
@@ -161,22 +179,18 @@ struct ConvChain {
       }
     }
     if constexpr (kPools) {
-      if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain>>(p, card, stream)) return status;
+      if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain, false>>(p, card, stream))
+        return status;
       if (const cudaError_t status = launch_norms(p, card, stream)) return status;
       return launch_pointwise<Chain>(p, card.overlaps_kernels, stream);
     } else {
       if constexpr (Chain::kNeedsStatistics) {
-        if (const cudaError_t status = launch_moments<S, Mode>(p, card, stream)) return status;
+        using Moments = MomentsPass<typename Chain::Pre>;
+        if (const cudaError_t status = launch_pass<S, Mode, Moments>(p, card, stream)) return status;
+        if (const cudaError_t status = launch_norms(p, card, stream)) return status;
       }
       return launch_pass<S, Mode, LastPass<Mode>>(p, card, stream);
     }
-  }
-
-  template <class S, class Mode>
-  static cudaError_t launch_moments(const ConvProblem& p, const Card& card, cudaStream_t stream) {
-    using Moments = MomentsPass<typename Chain::Pre>;
-    if (const cudaError_t status = launch_pass<S, Mode, Moments>(p, card, stream)) return status;
-    return launch_norms(p, card, stream);
   }
 
   static cudaError_t launch_norms(const ConvProblem& p, const Card& card, cudaStream_t stream) {

@@ -166,10 +166,10 @@ void set_taps(ConvTiling& t) {
 }
 
 // Of a group of threads: what it carries from tile to tile.
-int carry_bytes(const ConvTiling& t, const int64_t pool[2]) {
+int carry_bytes(const ConvTiling& t, const int64_t pool[2], bool keeps_places) {
   const int windows_across = t.tile_cols / int(pool[1]);
   // A sign for each channel and, if windows reach into further sub-tiles, what is known of them.
-  const int carried = t.sub_tiles > 1 ? t.stack_channels * windows_across : 0;
+  const int carried = t.sub_tiles > 1 ? t.stack_channels * windows_across * (keeps_places ? 2 : 1) : 0;
   return round_up((kRows + carried) * int(sizeof(float)), kUnitBytes);
 }
 
@@ -234,7 +234,7 @@ double work(const ConvTiling& t, int parts) {
 
 const int64_t* ConvCutter::pool() const {
   static constexpr int64_t kNone[2] = {1, 1};
-  return pools_ ? problem_.arguments.pool : kNone;
+  return chain_.pools ? problem_.arguments.pool : kNone;
 }
 
 bool ConvCutter::fits(ConvTiling& t, const CutChoice& choice) const {
@@ -243,7 +243,8 @@ bool ConvCutter::fits(ConvTiling& t, const CutChoice& choice) const {
   set_stack(t, choice.most_stack);
   if (!set_tiles(t, columns_, pool(), choice.few_windows)) return false;
   set_taps(t);
-  return set_memory(t, columns_, parts_, pools_ ? carry_bytes(t, pool()) : 0, card_);
+  return set_memory(t, columns_, parts_, chain_.pools ? carry_bytes(t, pool(), chain_.keeps_places) : 0,
+                    card_);
 }
 
 // All of the kernel in each chunk and as many stacked rows as are of use; if that does not fit, what is the

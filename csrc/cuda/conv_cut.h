@@ -3,7 +3,7 @@
 
 #include "../core/problem.h"
 #include "card.h"
-#include "conv_tiling.h"
+#include "conv_plan.h"
 
 namespace fusedconv {
 namespace cuda {
@@ -13,8 +13,8 @@ struct CutChoice;
 class ConvCutter {
  public:
   // columns: of a tile's products. parts: of the operands, see conv_modes.cuh.
-  ConvCutter(const Problem& problem, int columns, int parts, bool pools, const Card& card)
-      : problem_(problem), columns_(columns), parts_(parts), pools_(pools), card_(card) {}
+  ConvCutter(const Problem& problem, int columns, int parts, const ChainShape& chain, const Card& card)
+      : problem_(problem), columns_(columns), parts_(parts), chain_(chain), card_(card) {}
 
   // False if no tile fits into shared memory.
   bool cut_into_tiles(ConvTiling& tiling) const;
@@ -29,7 +29,7 @@ class ConvCutter {
   const Problem& problem_;
   const int columns_;
   const int parts_;
-  const bool pools_;
+  const ChainShape& chain_;
   const Card& card_;
 };
 

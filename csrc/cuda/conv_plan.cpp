@@ -147,7 +147,7 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
   ConvPlan plan{source_for(card, asked), "", {}, parts_of(problem)};
   if (plan.source == ConvSource::kNone) return two_steps("no kernels of a conv for this card");
   const int columns = plan.source == ConvSource::kSm90a ? 256 : 128;  // as the kernels' products have
-  const ConvCutter cutter(problem, columns, plan.parts, chain.pools, card);
+  const ConvCutter cutter(problem, columns, plan.parts, chain, card);
   ConvTiling& t = plan.tiling;
   if (!cutter.cut_into_tiles(t)) return two_steps("shared memory");
   if (asked.empty() && plan.source == ConvSource::kSm90a && is_slower_in_parts(t, chain))

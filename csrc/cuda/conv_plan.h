@@ -23,9 +23,10 @@ struct ConvPlan {
 };
 
 struct ChainShape {
-  bool pools;            // it has a pool, whose windows tiles follow
-  bool waits_for_norms;  // it needs all of the conv's output before it finishes any: two passes, or see
-                         // is_resident
+  bool pools;                 // it has a pool, whose windows tiles follow
+  bool waits_for_norms;       // it needs all of the conv's output before it finishes any: two passes, or see
+                              // is_resident
+  bool keeps_places = false;  // of the pool's values
 };
 
 ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& card);

@@ -57,6 +57,7 @@ struct ConvProblem {
   NormShape norm_shape{};          // where there are tile_parts
   Norm<float>* norms = nullptr;    // [N][C]
   float* pooled = nullptr;         // [N][C][pooled height][pooled width]
+  int* pooled_places = nullptr;    // the same, if they are kept
 };
 
 static_assert(sizeof(ConvProblem) + sizeof(int) <= 4096, "older drivers take no more parameters of a kernel");

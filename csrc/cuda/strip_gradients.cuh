@@ -17,6 +17,10 @@ inline std::string reason_against_strips(const BackwardProblem& problem, const c
   if (shape.in_channels > kUnitChannels) return "more than 8 input channels";
   if (shape.out_channels > kMostOutTiles * kWarpChannels) return "more than 64 output channels";
   if (shape.kernel[0] != kTaps || shape.kernel[1] != kTaps) return "no kernel of 3x3";
+  const int64_t samples = problem.v.size[0];
+  if (std::max(element_count(problem.v), element_count(problem.conv->input)) / samples > INT32_MAX)
+    return "samples of more than 2^31 elements";
+  if (samples * shape.out_size[0] * shape.out_size[1] / kHalo > INT32_MAX) return "more than 2^31 strips";
   // Of a strip half at least should be pixels.
   if (2 * shape.out_size[1] < kStripPixels) return "narrow rows";
   return sizeof(StripShared<kMostOutTiles>) > size_t(card.shared_bytes) ? "shared memory" : "";
@@ -24,9 +28,12 @@ inline std::string reason_against_strips(const BackwardProblem& problem, const c
 
 class StripGradients {
  public:
-  // Steps have so many samples at the most. The workspace is 256-aligned; null if only its bytes are wanted.
-  StripGradients(const BackwardProblem& problem, int64_t step_samples, void* memory, const cuda::Card& card)
-      : conv_(*problem.conv), shape_(conv_shape(problem)), plan_(plan(shape_, step_samples, card)) {
+  // The workspace is 256-aligned; null if only its bytes are wanted.
+  StripGradients(const BackwardProblem& problem, void* memory, const cuda::Card& card)
+      : conv_(*problem.conv),
+        shape_(conv_shape(problem)),
+        samples_(problem.v.size[0]),
+        plan_(plan(shape_, samples_, card)) {
     Workspace workspace(memory);
     if (conv_.input.dtype == DType::kFloat32) balance_ = workspace.take<float>(shape_.out_channels);
     if (conv_.grad_weight != nullptr)
@@ -39,27 +46,23 @@ class StripGradients {
   // In which the sums of a sample come apart.
   int64_t slices() const { return int64_t(plan_.strips) * plan_.segments * kTileWarps; }
 
-  StripWork work(int64_t first, int64_t samples) const {
+  StripWork work() const {
     StripWork work{};
     work.shape = shape_;
     work.plan = plan_;
     work.input = conv_.input;
-    work.input.data =
-        static_cast<char*>(work.input.data) + first * work.input.stride[0] * bytes_of(work.input.dtype);
     work.weight = conv_.conv.weight;
     work.bias = conv_.conv.bias;
     work.balance = balance_;
-    const int64_t sample = int64_t(shape_.in_channels) * shape_.in_size[0] * shape_.in_size[1];
-    work.grad_input = elements_from(conv_.grad_input.data, conv_.grad_input.dtype, first * sample);
+    work.grad_input = {conv_.grad_input.data, conv_.grad_input.dtype};
     work.slots = slots_;
-    work.adds = first > 0;
     const bool is_exact = conv_.input.dtype == DType::kFloat32 && !conv_.conv.tf32;
     work.parts = is_exact ? kMostParts : 1;
-    work.units = int(samples * plan_.strips * plan_.segments);
+    work.units = int(samples_ * plan_.strips * plan_.segments);
     return work;
   }
 
-  cudaError_t launch_before_steps(cudaStream_t stream) const {
+  cudaError_t launch_before(cudaStream_t stream) const {
     return balance_ == nullptr ? cudaSuccess : launch_balance(conv_.conv.weight, balance_, stream);
   }
 
@@ -109,6 +112,7 @@ class StripGradients {
 
   const ConvBackward& conv_;
   const ConvShape shape_;
+  const int64_t samples_;
   const StripPlan plan_;
   float* balance_ = nullptr;
   float* slots_ = nullptr;

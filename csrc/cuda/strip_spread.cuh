@@ -1,5 +1,5 @@
-// As Spread (tensor_spread.cuh), for a lane's places of a tile: load() what a row takes at once, settle() when
-// v is there, then gradients() of a channel's two pixels.
+// As Spread (tensor_spread.cuh), for a lane's places of a tile: load() what a row takes at once, settle()
+// when v is there, then gradients() of a channel's two pixels.
 #pragma once
 
 #include "strip_conv.cuh"
@@ -48,7 +48,7 @@ class StripSpread<Chain, kChunks, Store> {
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        uint32_t(&word)[2] = word_[c][k];
+        uint32_t (&word)[2] = word_[c][k];
         word[1] = widened(is_pair ? word[0] >> 16 : word[1]);
         word[0] = widened(word[0]);
       }

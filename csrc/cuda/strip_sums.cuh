@@ -88,8 +88,8 @@ class StripInput {
     const int x = unit.col + col - shape.padding[1];
     const bool exists = y >= 0 && y < shape.in_size[0] && x >= 0 && x < shape.in_size[1];
     const int64_t* stride = work_.input.stride;
-    const Word* from = static_cast<const Word*>(work_.input.data) + unit.sample * stride[0] +
-                       y * stride[2] + x * stride[3];
+    const Word* from =
+        static_cast<const Word*>(work_.input.data) + unit.sample * stride[0] + y * stride[2] + x * stride[3];
 #pragma unroll
     for (int c = 0; c < kUnitChannels; ++c, from += stride[1]) {
       word[c] = 0;
@@ -101,7 +101,8 @@ class StripInput {
     const bool is_bfloat16 = work_.input.dtype == DType::kBFloat16;
 #pragma unroll
     for (uint32_t& w : word)
-      w = __float_as_uint(is_bfloat16 ? from_bfloat16(uint16_t(w)) : __half2float(__ushort_as_half(uint16_t(w))));
+      w = __float_as_uint(is_bfloat16 ? from_bfloat16(uint16_t(w))
+                                      : __half2float(__ushort_as_half(uint16_t(w))));
   }
 
   const StripWork& work_;
@@ -125,8 +126,8 @@ class StripWeightGradient {
         out_tile_(warp_ % kOutTiles),
         share_(warp_ / kOutTiles) {}
 
-  // The sums of a tile, which has a scale of its own, are rounded by themselves: the tensor cores cut off what
-  // they add up.
+  // The sums of a tile, which has a scale of its own, are rounded by themselves: the tensor cores cut off
+  // what they add up.
   __device__ void add_row(int row) {
     int exponents[kTaps];
 #pragma unroll
@@ -135,7 +136,7 @@ class StripWeightGradient {
 #pragma unroll 1
     for (int tile = share_ * kTilesOfShare; tile < (share_ + 1) * kTilesOfShare; ++tile) {
       float d[kTaps][kTaps][4]{};
-      multiply(row, tile, d);
+      work_.parts == kMostParts ? multiply<true>(row, tile, d) : multiply<false>(row, tile, d);
       const int exponent = shared_.grad_exponents[row % 2][tile];
 #pragma unroll
       for (int down = 0; down < kTaps; ++down) exponents[down] += exponent;
@@ -154,16 +155,15 @@ class StripWeightGradient {
       for (int i = 0; i < 4; ++i) {
         const int out_channel = lane_of_thread() / 4 + i / 2 * 8;
         const int in_channel = lane_of_thread() % 4 * 2 + i % 2;
-        float* const sum = to + (out_channel * kUnitChannels + in_channel) * kTaps * kTaps + tap;
-        const float mine = sums_[tap / kTaps][tap % kTaps][i];
-        *sum = work_.adds ? *sum + mine : mine;
+        to[(out_channel * kUnitChannels + in_channel) * kTaps * kTaps + tap] =
+            sums_[tap / kTaps][tap % kTaps][i];
       }
     }
   }
 
  private:
+  template <bool kIsExact>
   __device__ void multiply(int row, int tile, float (&d)[kTaps][kTaps][4]) const {
-    const bool is_exact = work_.parts == kMostParts;
     // Channels 0 to 7 and 8 to 15 of the first pixels, then of the next.
     const int grad_pixel = tile * kTilePixels + lane_of_thread() / 16 * 8 + lane_of_thread() % 8;
     const int grad_place = Shared::chunk_place(out_tile_ * 2 + lane_of_thread() / 8 % 2, grad_pixel);
@@ -178,7 +178,7 @@ class StripWeightGradient {
       load_transposed(b[down][across],
                       shared_address(&shared_.input[place][lane_of_thread() / 16][pixel + across]));
     });
-    if (is_exact) {
+    if constexpr (kIsExact) {
       for_each_tap([&](int y, int x) { multiply_add<__half>(d[y][x], a[1], b[y][x][0], b[y][x][1]); });
       for_each_tap([&](int y, int x) { multiply_add<__half>(d[y][x], a[0], b[y][x][2], b[y][x][3]); });
     }

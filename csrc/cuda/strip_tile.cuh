@@ -243,7 +243,9 @@ class GradientPass : public TilePass<Chain, kOutTiles, true> {
     Words high, low;
     split(v, power_of_two(exponent), high, low);
     share(unit, row, exponent, high, low);
-    if (this->strip_.grad_input.data != nullptr) multiply(exponent, high, low);
+    if (this->strip_.grad_input.data == nullptr) return;
+    this->strip_.parts == kMostParts ? multiply<true>(exponent, high, low)
+                                     : multiply<false>(exponent, high, low);
   }
 
   // v's gradient takes v's place.
@@ -298,8 +300,8 @@ class GradientPass : public TilePass<Chain, kOutTiles, true> {
   }
 
   // Adds the row's products with each tap to the rows of the input's gradient that they belong to.
+  template <bool kIsExact>
   __device__ void multiply(int exponent, const Words& high, const Words& low) {
-    const bool is_exact = this->strip_.parts == kMostParts;
     float d[kTaps][kTaps][4]{};
 #pragma unroll
     for (int tile = 0; tile < kOutTiles; ++tile) {
@@ -311,7 +313,7 @@ class GradientPass : public TilePass<Chain, kOutTiles, true> {
 #pragma unroll
         for (int down = 0; down < kTaps; ++down)
           b[down] = this->shared_.gradient_weights[tile][down][across][lane_of_thread()];
-        if (is_exact) {
+        if constexpr (kIsExact) {
 #pragma unroll
           for (int down = 0; down < kTaps; ++down)
             multiply_add<__half>(d[down][across], a_low.word, b[down].x, b[down].y);

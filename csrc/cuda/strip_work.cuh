@@ -41,13 +41,12 @@ struct StripPlan {
 struct StripWork {
   ConvShape shape;
   StripPlan plan;
-  Tensor input;  // of this step's samples, as the gradient
+  Tensor input;
   Tensor weight;
   Parameter bias;
   const float* balance;  // [out_channels], powers of two that gradients are multiplied by
   Elements grad_input;   // contiguous; no memory where nobody wants it
   float* slots;          // [slots][out_tiles][kSlotValues], or null
-  bool adds;             // to what earlier steps left there
   int parts;             // of float32's values
   int units;
 };
@@ -131,7 +130,8 @@ __device__ inline void unscale_taps(const int (&exponents)[kTaps], const float (
         sums[down][across][i] = fmaf(d[down][across][i], factor, sums[down][across][i]);
     });
   } else {
-    for_each_tap([&](int down, int across) { Unscale(exponents[down]).add(sums[down][across], d[down][across]); });
+    for_each_tap(
+        [&](int down, int across) { Unscale(exponents[down]).add(sums[down][across], d[down][across]); });
   }
 }
 

@@ -48,8 +48,10 @@ class BackwardRun {
     if (runs_) take_memory(std::min(step.samples, samples_), workspace);
   }
 
-  // Where launch_strips() without v finds the norms, [samples][C], without weight and bias.
+  // Where launch_strips() finds what of the conv it takes besides v; null where it takes nothing.
   Norm<T>* norms() const { return norms_; }
+  T* window_values() const { return window_value_; }
+  int* window_places() const { return window_place_; }
 
   cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
                           cudaStream_t stream) const {
@@ -75,34 +77,30 @@ class BackwardRun {
     return launch_kernel(pack_gradient<Chain>, shape, stream, pack);
   }
 
-  // v: null where kStripsNeedV does not ask for it.
-  cudaError_t launch_strips(int64_t first_sample, int64_t samples, const void* v, const StripWork& strip,
-                            cudaStream_t stream) const {
+  // Of all samples.
+  cudaError_t launch_strips(const StripWork& strip, cudaStream_t stream) const {
     if (!runs_) return cudaSuccess;
-    StripProblem<Chain> problem{work_of(first_sample, samples, v, nullptr), strip};
-    bool overlaps = false;
-    if constexpr (kStripsNeedV) {
-      if (const cudaError_t status = launch_before_gradient(problem.work, overlaps, stream)) return status;
+    StripProblem<Chain> problem{work_of(0, samples_, nullptr, nullptr), strip};
+    problem.work.width = strip_width(problem.work);
+    bool overlaps = card_.overlaps_kernels;
+    if constexpr (kPools) {
+      if (const cudaError_t status = launch_reduction(problem.work, overlaps, stream)) return status;
     } else if constexpr (kNeedsStatistics) {
-      problem.work.width = strip_width(problem.work);
       if (const cudaError_t status = launch_strip_pass<SumsPass>(problem, stream)) return status;
-      if (!writes_) return cudaSuccess;
-      if (const cudaError_t status = launch_means(problem.work, overlaps, stream)) return status;
     }
     if (!writes_) return cudaSuccess;
-    problem.work.width = strip_width(problem.work);
+    if constexpr (kNeedsStatistics) {
+      if (const cudaError_t status = launch_means(problem.work, overlaps, stream)) return status;
+    }
     return launch_strip_pass<GradientPass>(problem, stream);
   }
-
-  // Windows are of several rows, of which a tile has one.
-  static constexpr bool kStripsNeedV = Chain::Reduce::kPools;
 
   // Where cards have so much shared memory.
   static cudaError_t load_strips(const cuda::Card& card) {
     if (sizeof(StripShared<kMostOutTiles>) > size_t(card.shared_bytes)) return cudaSuccess;
     const auto load_tiles = [](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
-      if constexpr (kNeedsStatistics && !kStripsNeedV) {
+      if constexpr (kNeedsStatistics && !kPools) {
         if (const cudaError_t status = load_strip_pass<SumsPass, kTiles>()) return status;
       }
       return load_strip_pass<GradientPass, kTiles>();
@@ -268,7 +266,7 @@ class BackwardRun {
   }
 
   int64_t slices_after_norm() const {
-    if (step_.kind == StepKind::kStrips && !kStripsNeedV) return step_.slices;
+    if (step_.kind == StepKind::kStrips && !kPools) return step_.slices;
     return sums_channels_ ? spans() : window_plane_.slices;
   }
   int64_t slices_of_all() const {
@@ -291,8 +289,7 @@ class BackwardRun {
     if constexpr (kNeedsStatistics) {
       norms_ = workspace.take<Norm<T>>(step_samples * channels_);
       means_ = workspace.take<GroupMeans<T>>(step_samples * groups());
-      const bool finds_norms = step_.kind != StepKind::kStrips || kStripsNeedV;
-      if (finds_norms)
+      if (step_.kind != StepKind::kStrips)
         visit_input([&](auto element) {
           moments_ = workspace.take<Part<double>>(
               count_of_parts(moments_work<decltype(element)>(step_samples, nullptr)));
@@ -302,6 +299,8 @@ class BackwardRun {
     if constexpr (kPools) {
       window_place_ = workspace.take<int>(step_samples * channels_ * windows_);
       window_grad_ = workspace.take<T>(step_samples * channels_ * windows_);
+      if (step_.kind == StepKind::kStrips)
+        window_value_ = workspace.take<T>(step_samples * channels_ * windows_);
     } else if constexpr (kReducesChannels) {
       most_ = workspace.take<T>(step_samples * pixels_);
       factor_ = workspace.take<T>(step_samples * pixels_);
@@ -437,6 +436,7 @@ class BackwardRun {
     work.windows = sliced_planes(window_plane_, work.samples, channels_);
     work.window_place = window_place_;
     work.window_grad = window_grad_;
+    work.window_value = window_value_;
   }
 
   // Lanes next to each other have a line of memory; more of them share a pixel if threads would be left over.
@@ -473,6 +473,7 @@ class BackwardRun {
   GroupMeans<T>* means_ = nullptr;
   int* window_place_ = nullptr;
   T* window_grad_ = nullptr;
+  T* window_value_ = nullptr;
   T* most_ = nullptr;
   T* factor_ = nullptr;
 };

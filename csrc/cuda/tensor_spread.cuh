@@ -143,18 +143,24 @@ __global__ void __launch_bounds__(kPlaneThreads)
     const int64_t row = pool.by_pooled_cols.divide(window);
     const int col = int(window - row * pool.pooled_cols);
     const int2 corner = make_int2(int(row) * pool.window_rows, col * pool.window_cols);
-    const Maximum<T> most = maximum_of_window<Chain>(work, slice.plane, corner, lane, channel);
+    const int64_t at = slice.plane * work.windows.of.values + window;
+    T v = 0;
+    if (work.window_value != nullptr) {
+      v = work.window_value[at];
+    } else {
+      const Maximum<T> most = maximum_of_window<Chain>(work, slice.plane, corner, lane, channel);
+      const int64_t from = slice.plane * work.pixels + int64_t(most.place.x) * pool.cols + most.place.y;
+      v = load_values<T, 1>(work.v, from).element[0];
+      if (exists && lane == 0)
+        work.window_place[at] = (most.place.x - corner.x) * pool.window_cols + most.place.y - corner.y;
+    }
     if (!exists || lane > 0) continue;
 
-    const int64_t at = slice.plane * work.windows.of.values + window;
-    const int64_t from = slice.plane * work.pixels + int64_t(most.place.x) * pool.cols + most.place.y;
-    const T y = most.value;
+    const T y = Chain::value(v, channel);
     Gradients<T> none{};
     const T grad = Chain::Final::vjp(load_values<T, 1>(work.grad, at).element[0], y, y, channel, none);
-    work.window_place[at] = (most.place.x - corner.x) * pool.window_cols + most.place.y - corner.y;
     work.window_grad[at] = grad;
-    if constexpr (Chain::kNeedsStatistics)
-      add_after_norm<Chain>(grad, load_values<T, 1>(work.v, from).element[0], channel, norm, sums);
+    if constexpr (Chain::kNeedsStatistics) add_after_norm<Chain>(grad, v, channel, norm, sums);
   }
   write_sums<kAfterNorm<Chain>>(slice, sums, work.after_norm);
 }
