@@ -39,7 +39,7 @@ struct BackwardWork {
   PoolShape pool;
   int* window_place;          // [samples][C][windows]: of the maximum, counted row by row in its window
   T* window_grad;             // and the gradient that goes there
-  const T* window_value;      // Pre(v) there, if it is known, as the place then is; or null
+  const T* window_value;      // Pre(v) there, if a pass of the conv has found it
   T* most;                    // [samples][pixels]: the gradient at each place x is
   T* factor;                  // exp(x - most) * factor
   int lanes;                  // that share a pixel's channels for these two

@@ -40,7 +40,7 @@ class PackedBackwardRun {
         v_(workspace_.take<float>(element_count(problem.v) / problem.v.size[0] * plan.step_samples)),
         conv_workspace_(workspace_.take<char>(
             cuda::identity.workspace(conv_problem(problem, 0, plan.step_samples, nullptr), plan.conv, card))),
-        chain_(problem, {StepKind::kPackedRows, plan.step_samples, 0}, workspace_, card),
+        chain_(problem, {StepKind::kPackedRows, plan.step_samples, 0, 0}, workspace_, card),
         gradients_(problem, plan.step_samples, workspace_.take<char>(0), card) {}
 
   size_t workspace_bytes() const { return workspace_.bytes() + gradients_.workspace_bytes(); }
@@ -102,7 +102,10 @@ class StripBackwardRun {
         conv_workspace_(Chain::kNeedsStatistics ? workspace_.take<char>(ConvChain<Chain>::workspace(
                                                       chain_problem<Chain>(problem), plan.conv))
                                                 : nullptr),
-        chain_(problem, {StepKind::kStrips, problem.v.size[0], strips_.slices()}, workspace_, card) {}
+        chain_(problem,
+               {StepKind::kStrips, problem.v.size[0], ConvChain<Chain>::slices_of_findings(plan.conv),
+                strips_.slices()},
+               workspace_, card) {}
 
   size_t workspace_bytes() const { return workspace_.bytes() + strips_.workspace_bytes(); }
 
@@ -110,10 +113,12 @@ class StripBackwardRun {
     const BackwardRun<Chain, float>& chain = chain_.with_conv();
     if (const cudaError_t status = strips_.launch_before(stream)) return status;
     if constexpr (Chain::kNeedsStatistics) {
-      const ConvFindings findings{chain.norms(), chain.window_values(), chain.window_places()};
-      const cudaError_t status = ConvChain<Chain>::launch_findings(chain_problem<Chain>(problem_), plan_.conv,
-                                                                   conv_workspace_, findings, card_, stream);
-      if (status != cudaSuccess) return status;
+      const ConvFindings findings = chain.findings();
+      if (findings.norms != nullptr) {
+        const cudaError_t status = ConvChain<Chain>::launch_findings(
+            chain_problem<Chain>(problem_), plan_.conv, conv_workspace_, findings, card_, stream);
+        if (status != cudaSuccess) return status;
+      }
     }
     if (const cudaError_t status = chain.launch_strips(strips_.work(), stream)) return status;
     if (const cudaError_t status = chain_.launch_parameters(stream)) return status;
@@ -137,7 +142,7 @@ class GivenBackwardRun {
   GivenBackwardRun(const BackwardProblem& problem, void* memory, const cuda::Card& card)
       : problem_(problem),
         workspace_(memory),
-        chain_(problem, {StepKind::kTensor, problem.v.size[0], 0}, workspace_, card) {}
+        chain_(problem, {StepKind::kTensor, problem.v.size[0], 0, 0}, workspace_, card) {}
 
   size_t workspace_bytes() const { return workspace_.bytes(); }
 

@@ -2,6 +2,7 @@
 // memory they need, and in which order they are queued.
 #pragma once
 
+#include "conv_gradient_sums_pass.cuh"
 #include "conv_kernel.cuh"
 #include "conv_logsumexp_pass.cuh"
 #include "conv_pack.cuh"
@@ -19,11 +20,13 @@ using cuda::Card;
 using cuda::ConvPlan;
 using cuda::ConvSource;
 
-// Of a chain with a norm, for backward: the norms without weight and bias, and what the pool took of Pre(v).
+// Of a chain with a norm, for backward: the norms without weight and bias, and what the pool took of Pre(v);
+// or, without a pool, the sums behind the norm.
 struct ConvFindings {
   Norm<float>* norms;  // [N][C]
   float* pooled;       // [N][C][pooled height][pooled width]
   int* pooled_places;  // each in its window, counted row by row
+  ConvGradientSums sums;
 };
 
 template <class Chain>
@@ -63,18 +66,16 @@ struct ConvChain {
     p.norms = to.norms;
     p.pooled = to.pooled;
     p.pooled_places = to.pooled_places;
+    p.backward = to.sums;
     cudaError_t status = cudaErrorInvalidValue;
     visit_modes(problem, plan.source, [&](auto source, auto mode) {
-      using S = decltype(source);
-      using Mode = decltype(mode);
-      using Pass = std::conditional_t<kPools, PoolPass<Chain, true>, MomentsPass<typename Chain::Pre>>;
-      status = launch_pack<Mode>(p, stream);
-      if (status == cudaSuccess) status = launch_pass<S, Mode, Pass>(p, card, stream);
+      status = launch_findings<decltype(source), decltype(mode)>(p, card, stream);
     });
-    p.arguments.norm_weight = {};
-    p.arguments.norm_bias = {};
-    return status == cudaSuccess ? launch_norms(p, card, stream) : status;
+    return status;
   }
+
+  // Into so many slices a channel come the sums of launch_findings().
+  static int64_t slices_of_findings(const ConvPlan& plan) { return parts_per_channel(plan.tiling); }
 
   // Loads the kernels onto the current device and lets them use all of its shared memory.
   static cudaError_t load(const Card& card) {
@@ -93,6 +94,8 @@ struct ConvChain {
       } else {
         if constexpr (Chain::kNeedsStatistics)
           allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, MomentsPass<typename Chain::Pre>>));
+        if constexpr (kWaitsForNorms)
+          allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, GradientSumsPass<Chain>>));
         allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, LastPass<Mode>>));
         if constexpr (kWaitsForNorms && std::is_same_v<S, Sm90a>)
           allow(reinterpret_cast<const void*>(conv_kernel<S, Mode, ResidentPass<Chain, Mode>>));
@@ -191,6 +194,19 @@ struct ConvChain {
       }
       return launch_pass<S, Mode, LastPass<Mode>>(p, card, stream);
     }
+  }
+
+  template <class S, class Mode>
+  static cudaError_t launch_findings(const ConvProblem& p, const Card& card, cudaStream_t stream) {
+    using Pass = std::conditional_t<kPools, PoolPass<Chain, true>, MomentsPass<typename Chain::Pre>>;
+    if (const cudaError_t status = launch_pack<Mode>(p, stream)) return status;
+    if (const cudaError_t status = launch_pass<S, Mode, Pass>(p, card, stream)) return status;
+    ConvProblem unit = p;
+    unit.arguments.norm_weight = {};
+    unit.arguments.norm_bias = {};
+    if (const cudaError_t status = launch_norms(unit, card, stream)) return status;
+    if constexpr (kPools) return cudaSuccess;
+    return launch_pass<S, Mode, GradientSumsPass<Chain>>(p, card, stream);
   }
 
   static cudaError_t launch_norms(const ConvProblem& p, const Card& card, cudaStream_t stream) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../core/chain.h"
+#include "barriers.cuh"
 #include "conv_rows.cuh"
 #include "statistics.cuh"
 

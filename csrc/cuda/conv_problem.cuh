@@ -3,6 +3,8 @@
 
 #include "../core/problem.h"
 #include "conv_tiling.h"
+#include "elements.cuh"
+#include "parameter_sums.cuh"
 #include "statistics.cuh"
 
 namespace fusedconv {
@@ -38,6 +40,15 @@ struct NormShape {
   int lanes;     // a power of two
 };
 
+// What the pass of backward gets besides.
+struct ConvGradientSums {
+  Elements grad;   // of the chain's output, contiguous
+  bool has_pairs;  // its rows are whole pairs
+  float* most;     // [N][pixels], a chain's that reduces channels: see BackwardWork
+  float* factor;
+  PartialSums after_norm;  // as many slices as parts_per_channel()
+};
+
 struct ConvProblem {
   Tensor input, weight, output;
   Parameter conv_bias;
@@ -58,6 +69,7 @@ struct ConvProblem {
   Norm<float>* norms = nullptr;    // [N][C]
   float* pooled = nullptr;         // [N][C][pooled height][pooled width]
   int* pooled_places = nullptr;    // the same, if they are kept
+  ConvGradientSums backward{};
 };
 
 static_assert(sizeof(ConvProblem) + sizeof(int) <= 4096, "older drivers take no more parameters of a kernel");

@@ -41,8 +41,8 @@ class StripConv {
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[c][i] = 0;
     }
-    // A branch for all of them: between two, loads could not be moved.
-    work_.parts == kMostParts ? add_rows<true>(row, v) : add_rows<false>(row, v);
+#pragma unroll 1  // the instruction cache is small
+    for (int down = 0; down < kTaps; ++down) add_row(row, down, v);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const float4 of = *reinterpret_cast<const float4*>(&shared_.conv_channels[tile_channel(c)]);
@@ -52,16 +52,10 @@ class StripConv {
   }
 
  private:
-  template <bool kIsExact>
-  __device__ void add_rows(int row, TileValues<kChunks>& v) const {
-#pragma unroll
-    for (int down = 0; down < kTaps; ++down) add_row<kIsExact>(row, down, v);
-  }
-
   // Each row of the input has a scale of its own.
-  template <bool kIsExact>
   __device__ void add_row(int row, int down, TileValues<kChunks>& v) const {
     const int place = (row + down) % kStripInputRows;
+    const bool is_exact = work_.parts == kMostParts;
     // Two taps across of the high parts and of the low ones, and the third tap of both.
     uint32_t high[4], low[4], tail[4];
     load_matrices(high, shared_address(&shared_.input[place][0][first_ + lane_half_]));
@@ -78,7 +72,7 @@ class StripConv {
         b[c] = shared_.conv_weights[down][first + c][lane_of_thread()];
         b_tail[c] = shared_.conv_tails[down][first + c][lane_of_thread()];
       }
-      if constexpr (kIsExact) {
+      if (is_exact) {
 #pragma unroll
         for (int c = 0; c < kChunksAtOnce; ++c) multiply_add<__half>(d[c], low, b[c].x, b[c].y);
 #pragma unroll

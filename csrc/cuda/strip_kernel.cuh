@@ -21,16 +21,16 @@ __device__ void walk_strips(const StripWork& work, const Start& start, const Ste
   }
 }
 
-template <class Pass, int kOutTiles, class Problem>
-__device__ void run_tile_warps(const Problem& problem, StripShared<kOutTiles>& shared) {
-  Pass pass(problem, shared);
+template <class Chain, int kOutTiles>
+__device__ void run_tile_warps(const StripProblem<Chain>& problem, StripShared<kOutTiles>& shared) {
+  StripTile<Chain, kOutTiles> tile(problem, shared);
   walk_strips(
-      problem.strip, [&](const StripUnit& unit) { pass.start(unit); },
-      [&](const StripUnit& unit, int row) { pass.step(unit, row); },
-      [&](const StripUnit& unit) { pass.end(unit); });
+      problem.strip, [&](const StripUnit& unit) { tile.start(unit); },
+      [&](const StripUnit& unit, int row) { tile.step(unit, row); },
+      [&](const StripUnit& unit) { tile.end(unit); });
 }
 
-template <bool kMakesGradients, int kOutTiles>
+template <int kOutTiles>
 __device__ void run_sum_warps(const StripWork& work, StripShared<kOutTiles>& shared) {
   StripInput<kOutTiles> input(work, shared);
   StripWeightGradient<kOutTiles> weight(work, shared);
@@ -39,22 +39,19 @@ __device__ void run_sum_warps(const StripWork& work, StripShared<kOutTiles>& sha
       [&](const StripUnit& unit, int row) {
         const int inputs = unit.rows + kHalo;
         const int next = row + kTaps;  // row of the input
-        const bool has_next = next >= 0 && next < inputs;
-        if (has_next) input.write(next);
+        if (next >= 0 && next < inputs) input.write(next);
         if (next + 1 < inputs) input.load(unit, next + 1);
-        if constexpr (kMakesGradients) {
-          if (row > 0) {
-            if (work.slots != nullptr && row <= unit.rows) weight.add_row(row - 1);
-            if (work.grad_input.data != nullptr) store_input_row(work, shared, unit, row - 1);
-          }
+        if (row > 0) {
+          if (work.slots != nullptr && row <= unit.rows) weight.add_row(row - 1);
+          if (work.grad_input.data != nullptr) store_input_row(work, shared, unit, row - 1);
         }
         if (next + 1 < inputs) input.measure(next + 1);
       },
       [](const StripUnit&) {});
-  if (kMakesGradients && work.slots != nullptr) weight.write();
+  if (work.slots != nullptr) weight.write();
 }
 
-template <class Chain, int kOutTiles, template <class, int> class Pass>
+template <class Chain, int kOutTiles>
 __global__ void __launch_bounds__(kStripThreads, 1)
     strip_kernel(const __grid_constant__ StripProblem<Chain> problem) {
   if constexpr (kConvCompiles) {
@@ -65,9 +62,9 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     StripWeights<kOutTiles>(problem.strip, shared).load();
     __syncthreads();
     if (threadIdx.x < kTileThreads) {
-      run_tile_warps<Pass<Chain, kOutTiles>>(problem, shared);
+      run_tile_warps<Chain>(problem, shared);
     } else {
-      run_sum_warps<Pass<Chain, kOutTiles>::kMakesGradients>(problem.strip, shared);
+      run_sum_warps(problem.strip, shared);
     }
   }
 }

@@ -2,6 +2,7 @@
 // when v is there, then gradients() of a channel's two pixels.
 #pragma once
 
+#include "gradient_pairs.cuh"
 #include "strip_conv.cuh"
 
 namespace fusedconv {
@@ -23,8 +24,6 @@ class StripSpread<Chain, kChunks, Store> {
   __device__ StripSpread(const BackwardWork<float>& work, const ConvShape& shape, const TilePlace& place)
       : work_(work), shape_(shape), place_(place) {}
 
-  __device__ void load_grad(int row) { load(row); }
-
   // Of places that do not exist, others: without a condition, all loads are under way at once.
   __device__ void load(int row) {
     const int64_t offset = (place_.sample * work_.channels * shape_.out_size[0] + row) * shape_.out_size[1];
@@ -35,69 +34,55 @@ class StripSpread<Chain, kChunks, Store> {
     }
   }
 
-  // Converts what was loaded: to do so at once would be to wait for each load by itself.
   __device__ void settle() {
     if (work_.grad.dtype == DType::kFloat32) return;
-    const bool is_pair = work_.width > 1;
-    const bool is_bfloat16 = work_.grad.dtype == DType::kBFloat16;
-    const auto widened = [is_bfloat16](uint32_t bits) {
-      return __float_as_uint(is_bfloat16 ? from_bfloat16(uint16_t(bits))
-                                         : __half2float(__ushort_as_half(uint16_t(bits))));
-    };
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        uint32_t (&word)[2] = word_[c][k];
-        word[1] = widened(is_pair ? word[0] >> 16 : word[1]);
-        word[0] = widened(word[0]);
-      }
+      for (GradientPair& pair : pair_[c]) pair.widen(work_.width > 1, work_.grad.dtype == DType::kBFloat16);
     }
   }
 
   __device__ Pack<float, 2> gradients(int c, int k, const float (&)[2], const Channel<float>&) const {
-    return {{__uint_as_float(word_[c][k][0]), __uint_as_float(word_[c][k][1])}};
+    return {{pair_[c][k].value(0), pair_[c][k].value(1)}};
   }
 
  private:
-  // Where rows are whole pairs, two at once: of two bytes each, they stay in one word for now.
+  // Where rows are whole pairs, two at once.
   template <class Word>
   __device__ void load_words(int64_t offset) {
     const bool is_pair = work_.width > 1;
     const int last = shape_.out_size[1] - (is_pair ? 2 : 1);
     const int col = min(place_.col, last);
     const int next = min(place_.col + 1, last);
-    const Word* const first = static_cast<const Word*>(work_.grad.data) + offset + col;
-    const uint32_t plane = uint32_t(work_.pixels);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t channel = min(tile_channel(c) + k, shape_.out_channels - 1);
-        const Word* const from = first + uint64_t(channel) * plane;
-        load_pair(from, from + (next - col), is_pair, word_[c][k]);
-      }
+    const Word* from = static_cast<const Word*>(work_.grad.data) + offset + col +
+                       uint64_t(uint32_t(tile_channel(0))) * uint32_t(work_.pixels);
+    if (shape_.out_channels == kChunks * kUnitChannels) {
+      load_chunks<true>(from, next - col, is_pair);
+    } else {
+      load_chunks<false>(from, next - col, is_pair);
     }
   }
 
-  template <class Word>
-  __device__ static void load_pair(const Word* at, const Word* next, bool is_pair, uint32_t (&word)[2]) {
-    if (!is_pair) {
-      word[0] = *at;
-      word[1] = *next;
-    } else if constexpr (sizeof(Word) == sizeof(uint32_t)) {
-      const uint2 pair = *reinterpret_cast<const uint2*>(at);
-      word[0] = pair.x;
-      word[1] = pair.y;
-    } else {
-      word[0] = *reinterpret_cast<const uint32_t*>(at);
+  // from: of the lane's first channel.
+  template <bool kHasAll, class Word>
+  __device__ void load_chunks(const Word* from, int to_second, bool is_pair) {
+    const int64_t plane = work_.pixels;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c, from += kUnitChannels * plane) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int beyond = kHasAll ? 0 : max(tile_channel(c) + k - shape_.out_channels + 1, 0);
+        const Word* const at = from + (k - beyond) * plane;
+        pair_[c][k].load(at, at + to_second, is_pair);
+      }
     }
   }
 
   const BackwardWork<float>& work_;
   const ConvShape& shape_;
   const TilePlace& place_;
-  uint32_t word_[kChunks][2][2];
+  GradientPair pair_[kChunks][2];
 };
 
 template <class Chain, int kChunks>
@@ -115,29 +100,7 @@ class StripSpread<Chain, kChunks, ChannelLogSumExp> {
     }
   }
 
-  // Where there is none yet, what set() takes.
-  __device__ void load_grad(int row) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      grad_[i] = {};
-      if (place_.exists[i]) grad_[i] = load_raw<float, 1>(work_.grad, at(row, i));
-    }
-  }
-
   __device__ void settle() {}
-
-  // sum: of exp(x - most) over the channels. By all lanes of a pixel, of which one writes the table.
-  __device__ void set(int row, int i, float most, float sum) {
-    Gradients<float> none{};
-    const float y = most + log(sum);
-    const float grad = values_of(grad_[i], work_.grad.dtype).element[0];
-    const float of_y = Chain::Final::vjp(grad, y, y, make_channel<float>(work_.arguments, 0), none);
-    most_[i] = most;
-    factor_[i] = place_.exists[i] ? of_y * reciprocal(sum) : 0.0f;
-    if (lane_of_thread() % 4 != 0 || !place_.exists[i]) return;
-    work_.most[at(row, i)] = most_[i];
-    work_.factor[at(row, i)] = factor_[i];
-  }
 
   __device__ Pack<float, 2> gradients(int, int, const float (&v)[2], const Channel<float>& channel) const {
     Pack<float, 2> grad;
@@ -154,7 +117,6 @@ class StripSpread<Chain, kChunks, ChannelLogSumExp> {
   const BackwardWork<float>& work_;
   const ConvShape& shape_;
   const TilePlace& place_;
-  RawPack<float, 1> grad_[2];
   float most_[2];
   float factor_[2];
 };

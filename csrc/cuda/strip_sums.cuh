@@ -7,8 +7,6 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kSumsBarrier = 1;  // of sum warps only
-
 // Which of the sum warps' threads this is.
 __device__ inline int sum_thread() { return threadIdx.x - kTileThreads; }
 
@@ -136,7 +134,7 @@ class StripWeightGradient {
 #pragma unroll 1
     for (int tile = share_ * kTilesOfShare; tile < (share_ + 1) * kTilesOfShare; ++tile) {
       float d[kTaps][kTaps][4]{};
-      work_.parts == kMostParts ? multiply<true>(row, tile, d) : multiply<false>(row, tile, d);
+      multiply(row, tile, d);
       const int exponent = shared_.grad_exponents[row % 2][tile];
 #pragma unroll
       for (int down = 0; down < kTaps; ++down) exponents[down] += exponent;
@@ -162,8 +160,8 @@ class StripWeightGradient {
   }
 
  private:
-  template <bool kIsExact>
   __device__ void multiply(int row, int tile, float (&d)[kTaps][kTaps][4]) const {
+    const bool is_exact = work_.parts == kMostParts;
     // Channels 0 to 7 and 8 to 15 of the first pixels, then of the next.
     const int grad_pixel = tile * kTilePixels + lane_of_thread() / 16 * 8 + lane_of_thread() % 8;
     const int grad_place = Shared::chunk_place(out_tile_ * 2 + lane_of_thread() / 8 % 2, grad_pixel);
@@ -178,7 +176,7 @@ class StripWeightGradient {
       load_transposed(b[down][across],
                       shared_address(&shared_.input[place][lane_of_thread() / 16][pixel + across]));
     });
-    if constexpr (kIsExact) {
+    if (is_exact) {
       for_each_tap([&](int y, int x) { multiply_add<__half>(d[y][x], a[1], b[y][x][0], b[y][x][1]); });
       for_each_tap([&](int y, int x) { multiply_add<__half>(d[y][x], a[0], b[y][x][2], b[y][x][3]); });
     }

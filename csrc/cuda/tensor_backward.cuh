@@ -7,6 +7,7 @@
 
 #include <variant>
 
+#include "conv_chain.cuh"
 #include "strip_kernel.cuh"
 #include "tensor_channel_sums.cuh"
 #include "tensor_pack_gradient.cuh"
@@ -20,10 +21,11 @@ inline namespace FUSEDCONV_TARGET {
 // give what follows from it (strip_work.cuh).
 enum class StepKind { kTensor, kPackedRows, kStrips };
 
-// slices: of a sample, in which its sums come apart, where it is in strips.
 struct StepShape {
   StepKind kind;
   int64_t samples;  // at the most
+  // In strips, the slices in which a sample's sums come apart: those behind the norm, and the others.
+  int64_t after_norm_slices;
   int64_t slices;
 };
 
@@ -48,10 +50,11 @@ class BackwardRun {
     if (runs_) take_memory(std::min(step.samples, samples_), workspace);
   }
 
-  // Where launch_strips() finds what of the conv it takes besides v; null where it takes nothing.
-  Norm<T>* norms() const { return norms_; }
-  T* window_values() const { return window_value_; }
-  int* window_places() const { return window_place_; }
+  // What launch_strips() takes, which passes of the conv find. Nothing where there are no norms.
+  ConvFindings findings() const {
+    const Elements grad{const_cast<void*>(problem_.grad), problem_.grad_dtype};
+    return {norms_, window_value_, window_place_, {grad, has_pairs(grad), most_, factor_, after_norm_}};
+  }
 
   cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
                           cudaStream_t stream) const {
@@ -81,33 +84,28 @@ class BackwardRun {
   cudaError_t launch_strips(const StripWork& strip, cudaStream_t stream) const {
     if (!runs_) return cudaSuccess;
     StripProblem<Chain> problem{work_of(0, samples_, nullptr, nullptr), strip};
-    problem.work.width = strip_width(problem.work);
+    problem.work.width = has_pairs(problem.work.grad) ? 2 : 1;
     bool overlaps = card_.overlaps_kernels;
     if constexpr (kPools) {
-      if (const cudaError_t status = launch_reduction(problem.work, overlaps, stream)) return status;
-    } else if constexpr (kNeedsStatistics) {
-      if (const cudaError_t status = launch_strip_pass<SumsPass>(problem, stream)) return status;
+      if (const cudaError_t status = launch_planes(found_pool_table<Chain>, blocks_of(problem.work.windows),
+                                                   problem.work, overlaps, stream))
+        return status;
     }
     if (!writes_) return cudaSuccess;
     if constexpr (kNeedsStatistics) {
       if (const cudaError_t status = launch_means(problem.work, overlaps, stream)) return status;
     }
-    return launch_strip_pass<GradientPass>(problem, stream);
+    return launch_strip_kernel(problem, stream);
   }
 
   // Where cards have so much shared memory.
   static cudaError_t load_strips(const cuda::Card& card) {
     if (sizeof(StripShared<kMostOutTiles>) > size_t(card.shared_bytes)) return cudaSuccess;
-    const auto load_tiles = [](auto tiles) {
-      constexpr int kTiles = decltype(tiles)::value;
-      if constexpr (kNeedsStatistics && !kPools) {
-        if (const cudaError_t status = load_strip_pass<SumsPass, kTiles>()) return status;
-      }
-      return load_strip_pass<GradientPass, kTiles>();
-    };
-    if (const cudaError_t status = load_tiles(std::integral_constant<int, kMostOutTiles / 2>{}))
-      return status;
-    return load_tiles(std::integral_constant<int, kMostOutTiles>{});
+    if constexpr (kPools) {
+      if (const cudaError_t status = load_kernel(found_pool_table<Chain>)) return status;
+    }
+    if (const cudaError_t status = load_strip_kernel<kMostOutTiles / 2>()) return status;
+    return load_strip_kernel<kMostOutTiles>();
   }
 
   static bool may_pack(const BackwardProblem& problem, const cuda::Card& card) {
@@ -183,23 +181,22 @@ class BackwardRun {
                                  work.norms, work.means, overlaps, stream);
   }
 
-  template <template <class, int> class Pass>
-  cudaError_t launch_strip_pass(const StripProblem<Chain>& problem, cudaStream_t stream) const {
+  cudaError_t launch_strip_kernel(const StripProblem<Chain>& problem, cudaStream_t stream) const {
     const auto launch = [&](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
       const LaunchShape shape{dim3(problem.strip.plan.blocks), kStripThreads,
                               int(sizeof(StripShared<kTiles>)), card_.overlaps_kernels};
-      return launch_kernel(strip_kernel<Chain, kTiles, Pass>, shape, stream, problem);
+      return launch_kernel(strip_kernel<Chain, kTiles>, shape, stream, problem);
     };
     if (problem.strip.plan.out_tiles == kMostOutTiles)
       return launch(std::integral_constant<int, kMostOutTiles>{});
     return launch(std::integral_constant<int, kMostOutTiles / 2>{});
   }
 
-  template <template <class, int> class Pass, int kTiles>
-  static cudaError_t load_strip_pass() {
-    return cudaFuncSetAttribute(strip_kernel<Chain, kTiles, Pass>,
-                                cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(StripShared<kTiles>));
+  template <int kTiles>
+  static cudaError_t load_strip_kernel() {
+    return cudaFuncSetAttribute(strip_kernel<Chain, kTiles>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                sizeof(StripShared<kTiles>));
   }
 
   // The reduction's table, and the sums behind the norm.
@@ -249,6 +246,7 @@ class BackwardRun {
     return cuda::power_of_two_from(window[0] * window[1] / kThreadValues, kWarpThreads);
   }
   PlaneSlices slice_windows() const {
+    if (step_.kind == StepKind::kStrips) return slice_planes(windows_);  // there they are known
     const int64_t* window = problem_.arguments.pool;
     constexpr int64_t kLeast = 2;  // windows: what a thread does once takes as long
     const int lanes = lanes_of_window();
@@ -266,7 +264,7 @@ class BackwardRun {
   }
 
   int64_t slices_after_norm() const {
-    if (step_.kind == StepKind::kStrips && !kPools) return step_.slices;
+    if (step_.kind == StepKind::kStrips && !kPools) return step_.after_norm_slices;
     return sums_channels_ ? spans() : window_plane_.slices;
   }
   int64_t slices_of_all() const {
@@ -410,9 +408,9 @@ class BackwardRun {
     return is_wide ? kPackWidth : 1;
   }
 
-  // Elements of a load of the output's gradient, of which every row is made.
-  int strip_width(const BackwardWork<T>& work) const {
-    return problem_.v.size[3] % 2 == 0 && is_aligned(work.grad.data, 2 * bytes_of(work.grad.dtype)) ? 2 : 1;
+  // Whether rows of the output's gradient are whole pairs.
+  bool has_pairs(const Elements& grad) const {
+    return problem_.v.size[3] % 2 == 0 && is_aligned(grad.data, 2 * bytes_of(grad.dtype));
   }
 
   void set_pool(BackwardWork<T>& work) const {

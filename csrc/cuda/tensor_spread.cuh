@@ -143,26 +143,54 @@ __global__ void __launch_bounds__(kPlaneThreads)
     const int64_t row = pool.by_pooled_cols.divide(window);
     const int col = int(window - row * pool.pooled_cols);
     const int2 corner = make_int2(int(row) * pool.window_rows, col * pool.window_cols);
-    const int64_t at = slice.plane * work.windows.of.values + window;
-    T v = 0;
-    if (work.window_value != nullptr) {
-      v = work.window_value[at];
-    } else {
-      const Maximum<T> most = maximum_of_window<Chain>(work, slice.plane, corner, lane, channel);
-      const int64_t from = slice.plane * work.pixels + int64_t(most.place.x) * pool.cols + most.place.y;
-      v = load_values<T, 1>(work.v, from).element[0];
-      if (exists && lane == 0)
-        work.window_place[at] = (most.place.x - corner.x) * pool.window_cols + most.place.y - corner.y;
-    }
+    const Maximum<T> most = maximum_of_window<Chain>(work, slice.plane, corner, lane, channel);
     if (!exists || lane > 0) continue;
 
-    const T y = Chain::value(v, channel);
+    const int64_t at = slice.plane * work.windows.of.values + window;
+    const int64_t from = slice.plane * work.pixels + int64_t(most.place.x) * pool.cols + most.place.y;
+    const T y = most.value;
     Gradients<T> none{};
     const T grad = Chain::Final::vjp(load_values<T, 1>(work.grad, at).element[0], y, y, channel, none);
+    work.window_place[at] = (most.place.x - corner.x) * pool.window_cols + most.place.y - corner.y;
     work.window_grad[at] = grad;
-    if constexpr (Chain::kNeedsStatistics) add_after_norm<Chain>(grad, v, channel, norm, sums);
+    if constexpr (Chain::kNeedsStatistics)
+      add_after_norm<Chain>(grad, load_values<T, 1>(work.v, from).element[0], channel, norm, sums);
   }
   write_sums<kAfterNorm<Chain>>(slice, sums, work.after_norm);
+}
+
+// The same where a pass of the conv has found the places and their values.
+template <class Whole>
+__global__ void __launch_bounds__(kPlaneThreads)
+    found_pool_table(const __grid_constant__ BackwardWork<float> work) {
+  // What is left of the chain.
+  using Rest = Chain<Sequence<>, typename Whole::Norm, typename Whole::Post, typename Whole::Reduce,
+                     typename Whole::Final>;
+  struct Loaded {
+    float x;
+    RawPack<float, 1> grad;
+  };
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+  const Slice slice(work.windows);
+  const Channel<float> channel = channel_of_warp<Whole>(work, slice);
+  const NormGradient<float> norm = norm_gradient_of<Whole>(work, slice.sample, slice.channel);
+  const int64_t first = slice.plane * work.windows.of.values + slice.first;
+  float sums[kGradientKinds]{};
+  for_each_pack<4, 1>(
+      slice,
+      [&](int i) -> Loaded {
+        return {work.window_value[first + i], load_raw<float, 1>(work.grad, first + i)};
+      },
+      [&](int i, const Loaded& loaded) {
+        const float y = Rest::value(loaded.x, channel);
+        Gradients<float> none{};
+        const float grad =
+            Rest::Final::vjp(values_of(loaded.grad, work.grad.dtype).element[0], y, y, channel, none);
+        work.window_grad[first + i] = grad;
+        if constexpr (Rest::kNeedsStatistics) add_after_norm<Rest>(grad, loaded.x, channel, norm, sums);
+      });
+  write_sums<kAfterNorm<Rest>>(slice, sums, work.after_norm);
 }
 
 // Adds the channels of some pixels that a thread has, of those whose parameters are in shared memory.
