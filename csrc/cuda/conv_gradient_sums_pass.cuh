@@ -15,7 +15,7 @@ inline namespace FUSEDCONV_TARGET {
 template <class Chain>
 class GradientSumsPass : public PassBase {
   static constexpr bool kReducesChannels = Chain::Reduce::kReducesChannels;
-  static constexpr int kBlocksAtOnce = 4;  // of 8 columns, whose gradients are on their way
+  static constexpr int kBlocksAtOnce = 8;  // of 8 columns, whose gradients are on their way
 
  public:
   static constexpr bool kAllRowBlocks = false;
@@ -41,11 +41,22 @@ class GradientSumsPass : public PassBase {
     float sums[2][kGradientKinds]{};
     if constexpr (kReducesChannels) {
       write_table<kColumns>(tile, d);
+      // All is computed again from here on: there is no room for what the table took.
+#pragma unroll
+      for (float& v : d) asm volatile("" : "+f"(v));
       add_from_table<kColumns>(rows, d, sums);
-    } else if (p_.backward.grad.dtype == DType::kFloat32) {
-      add_gradients<kColumns, uint32_t>(tile, rows, d, sums);
     } else {
-      add_gradients<kColumns, uint16_t>(tile, rows, d, sums);
+      const bool is_pair = p_.backward.has_pairs && tile.col % 2 == 0 && tile.cols % 2 == 0;
+      const bool is_float = p_.backward.grad.dtype == DType::kFloat32;
+      if (is_float && is_pair) {
+        add_gradients<kColumns, uint32_t, true>(tile, rows, d, sums);
+      } else if (is_float) {
+        add_gradients<kColumns, uint32_t, false>(tile, rows, d, sums);
+      } else if (is_pair) {
+        add_gradients<kColumns, uint16_t, true>(tile, rows, d, sums);
+      } else {
+        add_gradients<kColumns, uint16_t, false>(tile, rows, d, sums);
+      }
     }
     write_sums(tile, rows, sums);
   }
@@ -61,11 +72,11 @@ class GradientSumsPass : public PassBase {
 
   // ---- gradients from memory ----
 
-  template <int kColumns, class Word>
+  // kIsPair: all of the tile's are whole pairs in memory.
+  template <int kColumns, class Word, bool kIsPair>
   __device__ void add_gradients(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2],
                                 float (&sums)[2][kGradientKinds]) const {
     const ConvTiling& t = p_.tiling;
-    const bool is_pair = p_.backward.has_pairs && tile.col % 2 == 0;
     const int pixels = t.out_size[0] * t.out_size[1];
     const Word* from[2];
 #pragma unroll
@@ -83,22 +94,21 @@ class GradientSumsPass : public PassBase {
       const int at = exists ? row * t.out_size[1] + col : 0;
       const int second = rows.pixels.second(j) ? at + 1 : at;
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        pair[j % kBlocksAtOnce][k].load(from[k] + at, from[k] + second, is_pair && rows.pixels.second(j));
+      for (int k = 0; k < 2; ++k) pair[j % kBlocksAtOnce][k].load(from[k] + at, from[k] + second, kIsPair);
       if (j % kBlocksAtOnce + 1 < kBlocksAtOnce) return;
 #pragma unroll
-      for (int i = j + 1 - kBlocksAtOnce; i <= j; ++i) add_pairs<Word>(rows, d, i, is_pair, pair, sums);
+      for (int i = j + 1 - kBlocksAtOnce; i <= j; ++i) add_pairs<Word, kIsPair>(rows, d, i, pair, sums);
     });
   }
 
-  template <class Word, int kCount>
-  __device__ void add_pairs(const ThreadRows& rows, const float (&d)[kCount], int j, bool is_pair,
+  template <class Word, bool kIsPair, int kCount>
+  __device__ void add_pairs(const ThreadRows& rows, const float (&d)[kCount], int j,
                             GradientPair (&pairs)[kBlocksAtOnce][2], float (&sums)[2][kGradientKinds]) const {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       GradientPair& pair = pairs[j % kBlocksAtOnce][k];
       if constexpr (sizeof(Word) == sizeof(uint16_t))
-        pair.widen(is_pair && rows.pixels.second(j), p_.backward.grad.dtype == DType::kBFloat16);
+        pair.widen(kIsPair, p_.backward.grad.dtype == DType::kBFloat16);
       add(pair.value(0), d[4 * j + 2 * k], k, rows.pixels.first(j), sums);
       add(pair.value(1), d[4 * j + 2 * k + 1], k, rows.pixels.second(j), sums);
     }
