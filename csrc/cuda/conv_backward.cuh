@@ -17,13 +17,22 @@ inline namespace FUSEDCONV_TARGET {
 // the L2 cache are slower, see bench/NOTES.md.
 constexpr int64_t kStepBytes = int64_t(128) << 20;
 
-// The conv of some samples, as a problem of its own.
-inline Problem conv_problem(const BackwardProblem& problem, int64_t first, int64_t samples, float* v) {
+// The conv of some samples, as a problem of its own. The output's memory is for the caller to set.
+inline Problem conv_problem(const BackwardProblem& problem, int64_t first, int64_t samples) {
   Problem conv{problem.conv->input, &problem.conv->conv, problem.arguments, problem.v};
   conv.input.data =
       static_cast<char*>(conv.input.data) + first * conv.input.stride[0] * bytes_of(conv.input.dtype);
-  conv.output.data = v;
   conv.input.size[0] = conv.output.size[0] = samples;
+  return conv;
+}
+
+// The same, with an output as the chain's.
+template <class Chain>
+Problem chain_problem(const BackwardProblem& problem, int64_t first, int64_t samples) {
+  Problem conv = conv_problem(problem, first, samples);
+  if (Chain::Reduce::kPools) {
+    for (int d = 0; d < 2; ++d) conv.output.size[2 + d] /= problem.arguments.pool[d];
+  }
   return conv;
 }
 
@@ -39,7 +48,7 @@ class PackedBackwardRun {
         workspace_(memory),
         v_(workspace_.take<float>(element_count(problem.v) / problem.v.size[0] * plan.step_samples)),
         conv_workspace_(workspace_.take<char>(
-            cuda::identity.workspace(conv_problem(problem, 0, plan.step_samples, nullptr), plan.conv, card))),
+            cuda::identity.workspace(conv_problem(problem, 0, plan.step_samples), plan.conv, card))),
         chain_(problem, {StepKind::kPackedRows, plan.step_samples, 0, 0}, workspace_, card),
         gradients_(problem, plan.step_samples, workspace_.take<char>(0), card) {}
 
@@ -59,8 +68,9 @@ class PackedBackwardRun {
 
  private:
   cudaError_t launch_step(int64_t first, int64_t samples, cudaStream_t stream) const {
-    if (const cudaError_t status = cuda::identity.launch(conv_problem(problem_, first, samples, v_),
-                                                         plan_.conv, conv_workspace_, card_, stream))
+    Problem conv = conv_problem(problem_, first, samples);
+    conv.output.data = v_;
+    if (const cudaError_t status = cuda::identity.launch(conv, plan_.conv, conv_workspace_, card_, stream))
       return status;
     if (const cudaError_t status =
             chain_.with_conv().launch_packed_step(first, samples, v_, gradients_.grads(), stream))
@@ -78,17 +88,7 @@ class PackedBackwardRun {
   const ConvGradients gradients_;
 };
 
-// The conv of all samples, with an output as the chain's.
-template <class Chain>
-Problem chain_problem(const BackwardProblem& problem) {
-  Problem conv{problem.conv->input, &problem.conv->conv, problem.arguments, problem.v};
-  if (Chain::Reduce::kPools) {
-    for (int d = 0; d < 2; ++d) conv.output.size[2 + d] /= problem.arguments.pool[d];
-  }
-  return conv;
-}
-
-// The same in strips: all samples at once.
+// A launch in strips. What has to be known of the conv before is found a few samples at a time.
 template <class Chain>
 class StripBackwardRun {
  public:
@@ -99,9 +99,7 @@ class StripBackwardRun {
         card_(card),
         strips_(problem, memory, card),
         workspace_(static_cast<char*>(memory) + strips_.workspace_bytes()),
-        conv_workspace_(Chain::kNeedsStatistics ? workspace_.take<char>(ConvChain<Chain>::workspace(
-                                                      chain_problem<Chain>(problem), plan.conv))
-                                                : nullptr),
+        conv_workspace_(Chain::kNeedsStatistics ? workspace_.take<char>(conv_bytes()) : nullptr),
         chain_(problem,
                {StepKind::kStrips, problem.v.size[0], ConvChain<Chain>::slices_of_findings(plan.conv),
                 strips_.slices()},
@@ -110,22 +108,33 @@ class StripBackwardRun {
   size_t workspace_bytes() const { return workspace_.bytes() + strips_.workspace_bytes(); }
 
   cudaError_t launch(cudaStream_t stream) const {
-    const BackwardRun<Chain, float>& chain = chain_.with_conv();
     if (const cudaError_t status = strips_.launch_before(stream)) return status;
-    if constexpr (Chain::kNeedsStatistics) {
-      const ConvFindings findings = chain.findings();
-      if (findings.norms != nullptr) {
-        const cudaError_t status = ConvChain<Chain>::launch_findings(
-            chain_problem<Chain>(problem_), plan_.conv, conv_workspace_, findings, card_, stream);
-        if (status != cudaSuccess) return status;
-      }
-    }
-    if (const cudaError_t status = chain.launch_strips(strips_.work(), stream)) return status;
+    if (const cudaError_t status = launch_findings(stream)) return status;
+    if (const cudaError_t status = chain_.with_conv().launch_strips(strips_.work(), stream)) return status;
     if (const cudaError_t status = chain_.launch_parameters(stream)) return status;
     return strips_.launch_weight(stream);
   }
 
  private:
+  size_t conv_bytes() const {
+    return ConvChain<Chain>::workspace(chain_problem<Chain>(problem_, 0, plan_.step_samples), plan_.conv);
+  }
+
+  cudaError_t launch_findings(cudaStream_t stream) const {
+    const BackwardRun<Chain, float>& chain = chain_.with_conv();
+    const int64_t samples = problem_.v.size[0];
+    if constexpr (Chain::kNeedsStatistics) {
+      for (int64_t first = 0; first < samples && chain.runs(); first += plan_.step_samples) {
+        const Problem conv =
+            chain_problem<Chain>(problem_, first, std::min(plan_.step_samples, samples - first));
+        if (const cudaError_t status = ConvChain<Chain>::launch_findings(
+                conv, plan_.conv, conv_workspace_, chain.findings(first), card_, stream))
+          return status;
+      }
+    }
+    return cudaSuccess;
+  }
+
   const BackwardProblem& problem_;
   const cuda::BackwardPlan& plan_;
   const cuda::Card card_;
@@ -202,12 +211,15 @@ struct ChainBackward {
   }
 
   static cuda::BackwardPlan plan_strips(const BackwardProblem& problem, const cuda::Card& card) {
+    const int64_t samples = problem.v.size[0];
     cuda::BackwardPlan plan{true, "direct"};
     if constexpr (Chain::kNeedsStatistics) {
-      plan.conv = ConvChain<Chain>::plan_findings(chain_problem<Chain>(problem), card);
+      plan.conv = ConvChain<Chain>::plan_findings(chain_problem<Chain>(problem, 0, samples), card);
       plan.reason = plan.conv.reason;
       plan.runs = plan.conv.source != cuda::ConvSource::kNone;
       if (!plan.runs) return plan;
+      const size_t of_sample = ConvChain<Chain>::workspace(chain_problem<Chain>(problem, 0, 1), plan.conv);
+      plan.step_samples = std::clamp<int64_t>(kStepBytes / int64_t(of_sample), 1, samples);
     }
     plan.in_strips = true;
     plan.reason += ", strips of " + std::to_string(kStripPixels) + " pixels";
@@ -217,7 +229,7 @@ struct ChainBackward {
 
   static cuda::BackwardPlan plan_packed(const BackwardProblem& problem, const cuda::Card& card) {
     const int64_t samples = problem.v.size[0];
-    cuda::BackwardPlan plan{true, "", cuda::identity.plan(conv_problem(problem, 0, samples, nullptr), card)};
+    cuda::BackwardPlan plan{true, "", cuda::identity.plan(conv_problem(problem, 0, samples), card)};
     plan.reason = plan.conv.reason;
     plan.runs = plan.conv.source != cuda::ConvSource::kNone;
     if (!plan.runs) return plan;

@@ -50,10 +50,19 @@ class BackwardRun {
     if (runs_) take_memory(std::min(step.samples, samples_), workspace);
   }
 
-  // What launch_strips() takes, which passes of the conv find. Nothing where there are no norms.
-  ConvFindings findings() const {
-    const Elements grad{const_cast<void*>(problem_.grad), problem_.grad_dtype};
-    return {norms_, window_value_, window_place_, {grad, has_pairs(grad), most_, factor_, after_norm_}};
+  // Whether there is anything to do.
+  bool runs() const { return runs_; }
+
+  // What launch_strips() takes of samples from some on, which passes of the conv find.
+  ConvFindings findings(int64_t first_sample) const {
+    const Elements grad = elements_from(problem_.grad, problem_.grad_dtype, first_sample * results());
+    const int64_t plane = first_sample * channels_;
+    const int64_t window = kPools ? plane * windows_ : 0;
+    const int64_t pixel = kReducesChannels ? first_sample * pixels_ : 0;
+    return {norms_ + plane,
+            window_value_ + window,
+            window_place_ + window,
+            {grad, has_pairs(grad), most_ + pixel, factor_ + pixel, sums_from(after_norm_, plane)}};
   }
 
   cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
