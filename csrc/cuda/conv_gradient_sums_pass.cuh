@@ -1,6 +1,5 @@
 // The pass that finds what the vjp of a GroupNorm takes: sums over each channel of the gradient behind the
-// norm, and of its product with the normed value. Of a chain that reduces channels, the table of its softmax
-// on the way.
+// norm, and of its product with the normed value.
 #pragma once
 
 #include "backward_work.cuh"
@@ -40,11 +39,11 @@ class GradientSumsPass : public PassBase {
     unscale(d, scaling);
     float sums[2][kGradientKinds]{};
     if constexpr (kReducesChannels) {
-      write_table<kColumns>(tile, d);
-      // All is computed again from here on: there is no room for what the table took.
+      stage_softmax<kColumns>(tile, d);
+      // All is computed again from here on: there is no room for what the softmax took.
 #pragma unroll
       for (float& v : d) asm volatile("" : "+f"(v));
-      add_from_table<kColumns>(rows, d, sums);
+      add_softmax<kColumns>(rows, d, sums);
     } else {
       const bool is_pair = p_.backward.has_pairs && tile.col % 2 == 0 && tile.cols % 2 == 0;
       const bool is_float = p_.backward.grad.dtype == DType::kFloat32;
@@ -122,7 +121,7 @@ class GradientSumsPass : public PassBase {
   // Values go through staging memory, where a thread has a column of all channels. In the place of its first
   // two it leaves what the gradient at each of them takes.
   template <int kColumns>
-  __device__ void write_table(const Tile& tile, const float (&d)[kColumns / 2]) {
+  __device__ void stage_softmax(const Tile& tile, const float (&d)[kColumns / 2]) {
     const ConvTiling& t = p_.tiling;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -141,7 +140,7 @@ class GradientSumsPass : public PassBase {
         LogSumExp<float> sum[1];
         add_channels<16, 1, 1>(sum, 0, 1, min(t.stack_channels, t.out_channels),
                                [&](int c, float* x) { *x = of_column[c * kPitch<kColumns>]; });
-        const float2 line = table_line(tile, column, f, sum[0]);
+        const float2 line = softmax_of(tile, column, f, sum[0]);
         of_column[0] = line.x;
         of_column[kPitch<kColumns>] = line.y;
       }
@@ -150,7 +149,7 @@ class GradientSumsPass : public PassBase {
   }
 
   // What is subtracted before exp, and the factor after it.
-  __device__ float2 table_line(const Tile& tile, int column, int stacked, const LogSumExp<float>& sum) const {
+  __device__ float2 softmax_of(const Tile& tile, int column, int stacked, const LogSumExp<float>& sum) const {
     const ConvTiling& t = p_.tiling;
     const int slot = t.by_pitch.divide(column);
     const int row = slot * t.stack + stacked;
@@ -162,15 +161,12 @@ class GradientSumsPass : public PassBase {
     Gradients<float> none{};
     const float grad = load_values<float, 1>(p_.backward.grad, at).element[0];
     const float of_y = Chain::Final::vjp(grad, y, y, make_channel<float>(p_.arguments, 0), none);
-    const float factor = of_y * reciprocal(sum.sum);
-    p_.backward.most[at] = most;
-    p_.backward.factor[at] = factor;
-    return {most, factor};
+    return {most, of_y * reciprocal(sum.sum)};
   }
 
   template <int kColumns>
-  __device__ void add_from_table(const ThreadRows& rows, const float (&d)[kColumns / 2],
-                                 float (&sums)[2][kGradientKinds]) const {
+  __device__ void add_softmax(const ThreadRows& rows, const float (&d)[kColumns / 2],
+                              float (&sums)[2][kGradientKinds]) const {
     const ConvTiling& t = p_.tiling;
     const float* const first = staging() + rows.stacked(t) * t.stack_channels * kPitch<kColumns> +
                                half_of_thread() * kColumns + lane_of_thread() % 4 * 2;

@@ -22,7 +22,9 @@ constexpr int kMostTries = 64;
 constexpr int kMostKernel = 7;
 constexpr int kMostPadding = 24;  // zeros stand beside a row: see kZeroGuardUnits
 
-int divide_up(int a, int b) { return (a + b - 1) / b; }
+constexpr int kStaticBytes = 256;  // of shared memory that a kernel has besides, at the most
+
+int divide_up(int a, int b) { return int(cuda::divide_up(a, b)); }
 
 // ---- plans ----
 
@@ -228,8 +230,7 @@ cudaError_t allow_shared_memory(Kernel* kernel, const Card& card) {
 
 template <class Mode>
 cudaError_t load_mode(const Card& card) {
-  const int static_bytes = 256;  // that a kernel has besides, at the most
-  const Card rest{card.capability, card.multiprocessors, card.shared_bytes - static_bytes,
+  const Card rest{card.capability, card.multiprocessors, card.shared_bytes - kStaticBytes,
                   card.overlaps_kernels};
   if (const cudaError_t status = allow_shared_memory(pack_rows<Mode>, rest)) return status;
   if (const cudaError_t status = allow_shared_memory(conv_weight_gradient<Mode>, rest)) return status;
@@ -297,7 +298,7 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
     const ConvShape shape = conv_shape(problem);
     return std::max(plan_input<Mode>(shape, 1, card).shared_bytes, pack_bytes(packed_input<Mode>(shape, {})));
   });
-  return bytes + 256 > card.shared_bytes ? "shared memory" : "";
+  return bytes + kStaticBytes > card.shared_bytes ? "shared memory" : "";
 }
 
 ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_samples, void* memory,

@@ -101,18 +101,20 @@ class InputGradientBlock {
       const int across = i / kWarpThreads / kTaps % kTaps;
       const int step = i / kStepWords;
       const int channel = step * 2 * kUnitChannels + lane % 4 * 2;
-      Pack<Element, 4> part[kParts];
+      float x[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float x = weight(channel + k / 2 * kUnitChannels + k % 2, lane / 4, window.down + down,
-                               window.across + across) *
-                        scale;
-        part[0].element[k] = narrow<Element>(x);
-        if constexpr (kParts == 2) part[1].element[k] = narrow<Element>(x - widen<float>(part[0].element[k]));
+      for (int k = 0; k < 4; ++k)
+        x[k] = scale * weight(channel + k / 2 * kUnitChannels + k % 2, lane / 4, window.down + down,
+                              window.across + across);
+      uint2* const to = weights_ + step * kParts * kStepWords + i % kStepWords;
+      if constexpr (kParts == 2) {
+        const SplitPair first = split_pair(x[0], x[1]);
+        const SplitPair second = split_pair(x[2], x[3]);
+        to[0] = {first.high, second.high};
+        to[kStepWords] = {first.low, second.low};
+      } else {
+        to[0] = {narrow_pair<Element>(x[0], x[1]), narrow_pair<Element>(x[2], x[3])};
       }
-#pragma unroll
-      for (int p = 0; p < kParts; ++p)
-        memcpy(&weights_[(step * kParts + p) * kStepWords + i % kStepWords], &part[p], sizeof(uint2));
     }
   }
 

@@ -42,10 +42,8 @@ struct NormShape {
 
 // What the pass of backward gets besides.
 struct ConvGradientSums {
-  Elements grad;   // of the chain's output, contiguous
-  bool has_pairs;  // its rows are whole pairs
-  float* most;     // [N][pixels], a chain's that reduces channels: see BackwardWork
-  float* factor;
+  Elements grad;           // of the chain's output, contiguous
+  bool has_pairs;          // its rows are whole pairs
   PartialSums after_norm;  // as many slices as parts_per_channel()
 };
 

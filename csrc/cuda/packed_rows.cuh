@@ -60,17 +60,28 @@ __device__ inline float2 half_values(uint32_t bits) {
   return __half22float2(pair);
 }
 
+// Two values as halves, and what these lack of them.
+struct SplitPair {
+  uint32_t high, low;
+};
+
+__device__ inline SplitPair split_pair(float first, float second) {
+  const uint32_t high = narrow_pair<__half>(first, second);
+  const float2 rounded = half_values(high);
+  return {high, narrow_pair<__half>(first - rounded.x, second - rounded.y)};
+}
+
 // What parts before it lack of scaled values; the first one lacks all.
 template <class Mode>
 __device__ void pack_unit(const float (&x)[kUnitChannels], PackedUnit (&parts)[Mode::kParts]) {
 #pragma unroll
   for (int i = 0; i < kUnitChannels / 2; ++i) {
-    const float low = x[2 * i];
-    const float high = x[2 * i + 1];
-    parts[0].element[i] = narrow_pair<typename Mode::Element>(low, high);
     if constexpr (Mode::kParts == 2) {
-      const float2 rounded = half_values(parts[0].element[i]);
-      parts[1].element[i] = narrow_pair<typename Mode::Element>(low - rounded.x, high - rounded.y);
+      const SplitPair pair = split_pair(x[2 * i], x[2 * i + 1]);
+      parts[0].element[i] = pair.high;
+      parts[1].element[i] = pair.low;
+    } else {
+      parts[0].element[i] = narrow_pair<typename Mode::Element>(x[2 * i], x[2 * i + 1]);
     }
   }
 }

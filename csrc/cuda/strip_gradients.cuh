@@ -75,7 +75,7 @@ class StripGradients {
  private:
   // Segments as let all blocks end soonest.
   static StripPlan plan(const ConvShape& shape, int64_t samples, const cuda::Card& card) {
-    constexpr int kLeastRows = 16;
+    constexpr int kLeastRows = 6;
     StripPlan best{};
     best.out_tiles =
         shape.out_channels > kMostOutTiles / 2 * kWarpChannels ? kMostOutTiles : kMostOutTiles / 2;

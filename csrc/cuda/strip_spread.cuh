@@ -34,7 +34,8 @@ class StripSpread<Chain, kChunks, Store> {
     }
   }
 
-  __device__ void settle() {
+  template <class ChannelAt>
+  __device__ void settle(const TileValues<kChunks>&, const ChannelAt&) {
     if (work_.grad.dtype == DType::kFloat32) return;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
@@ -43,7 +44,7 @@ class StripSpread<Chain, kChunks, Store> {
     }
   }
 
-  __device__ Pack<float, 2> gradients(int c, int k, const float (&)[2], const Channel<float>&) const {
+  __device__ Pack<float, 2> gradients(int c, int k) const {
     return {{pair_[c][k].value(0), pair_[c][k].value(1)}};
   }
 
@@ -85,39 +86,92 @@ class StripSpread<Chain, kChunks, Store> {
   GradientPair pair_[kChunks][2];
 };
 
+// A lane has some of a pixel's channels, three neighbours the others. The softmax is found here, of the very
+// v that the gradient is taken at: where one channel is far above the others, its share has to be one.
 template <class Chain, int kChunks>
 class StripSpread<Chain, kChunks, ChannelLogSumExp> {
  public:
   __device__ StripSpread(const BackwardWork<float>& work, const ConvShape& shape, const TilePlace& place)
       : work_(work), shape_(shape), place_(place) {}
 
-  // From the table.
   __device__ void load(int row) {
+    const int64_t first = place_.sample * work_.pixels + int64_t(row) * shape_.out_size[1] + place_.col;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      most_[i] = place_.exists[i] ? work_.most[at(row, i)] : 0.0f;
-      factor_[i] = place_.exists[i] ? work_.factor[at(row, i)] : 0.0f;
+      raw_[i] = {};
+      if (place_.exists[i]) raw_[i] = load_raw<float, 1>(work_.grad, first + i);
     }
   }
 
-  __device__ void settle() {}
-
-  __device__ Pack<float, 2> gradients(int, int, const float (&v)[2], const Channel<float>& channel) const {
-    Pack<float, 2> grad;
+  template <class ChannelAt>
+  __device__ void settle(TileValues<kChunks>& v, const ChannelAt& channel_at) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) grad.element[i] = exp(Chain::value(v[i], channel) - most_[i]) * factor_[i];
-    return grad;
+    for (int i = 0; i < 2; ++i) {
+      const float most = set_values(i, v, channel_at);
+      factor_[i] = factor_of(i, most, set_shares(i, most));
+    }
+    // What is behind this is computed again: there is no room for what the softmax took.
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (float& x : v[c]) asm volatile("" : "+f"(x));
+    }
+  }
+
+  __device__ Pack<float, 2> gradients(int c, int k) const {
+    return {{share_[c][k][0] * factor_[0], share_[c][k][1] * factor_[1]}};
   }
 
  private:
-  __device__ int64_t at(int row, int i) const {
-    return place_.sample * work_.pixels + int64_t(row) * shape_.out_size[1] + place_.col + i;
+  // Returns what is subtracted from them before exp.
+  template <class ChannelAt>
+  __device__ float set_values(int i, const TileValues<kChunks>& v, const ChannelAt& channel_at) {
+    float most = -INFINITY;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int channel = tile_channel(c) + k;
+        const float x = Chain::value(v[c][2 * i + k], channel_at(channel).channel);
+        share_[c][k][i] = channel < shape_.out_channels ? x : -INFINITY;
+        most = maximum(most, share_[c][k][i]);
+      }
+    }
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2)
+      most = maximum(most, __shfl_xor_sync(~0u, most, distance));
+    return LogSumExp<float>::shift_of(most);
+  }
+
+  // Puts exp of values in their place, and returns its sum.
+  __device__ float set_shares(int i, float most) {
+    float sum = 0;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        share_[c][k][i] = exp(share_[c][k][i] - most);
+        sum += share_[c][k][i];
+      }
+    }
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    return sum;
+  }
+
+  __device__ float factor_of(int i, float most, float sum) const {
+    const float y = most + log(sum);
+    const float grad = values_of(raw_[i], work_.grad.dtype).element[0];
+    Gradients<float> none{};
+    const float of_y = Chain::Final::vjp(grad, y, y, make_channel<float>(work_.arguments, 0), none);
+    return place_.exists[i] ? of_y * reciprocal(sum) : 0.0f;
   }
 
   const BackwardWork<float>& work_;
   const ConvShape& shape_;
   const TilePlace& place_;
-  float most_[2];
+  RawPack<float, 1> raw_[2];
+  float share_[kChunks][2][2];  // of a pixel's sum
   float factor_[2];
 };
 
@@ -152,9 +206,10 @@ class StripSpread<Chain, kChunks, MaxPool> {
     }
   }
 
-  __device__ void settle() {}
+  template <class ChannelAt>
+  __device__ void settle(const TileValues<kChunks>&, const ChannelAt&) const {}
 
-  __device__ Pack<float, 2> gradients(int c, int k, const float (&)[2], const Channel<float>&) const {
+  __device__ Pack<float, 2> gradients(int c, int k) const {
     Pack<float, 2> grad;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -129,7 +129,7 @@ class StripTile {
     spread.load(unit.row + row);
     TileValues<kChunks> v;
     conv_.compute(unit, row, v);
-    spread.settle();
+    spread.settle(v, [this](int c) { return channel_at(c); });
     typename TileSums<kChunks, kKinds>::Row sums;
     float largest = 0;
 #pragma unroll
@@ -147,8 +147,7 @@ class StripTile {
     Words high, low;
     split(v, power_of_two(exponent), high, low);
     share(unit, row, exponent, high, low);
-    if (strip_.grad_input.data == nullptr) return;
-    multiply(exponent, high, low);
+    if (strip_.grad_input.data != nullptr) multiply(exponent, high, low);
   }
 
   // v's gradient takes v's place.
@@ -158,7 +157,7 @@ class StripTile {
     const int channel = tile_channel(c) + k;
     const SampleChannel of = channel_at(channel);
     const bool has_channel = channel < work_.channels;
-    const Pack<float, 2> grad = spread.gradients(c, k, {v[k], v[2 + k]}, of.channel);
+    const Pack<float, 2> grad = spread.gradients(c, k);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float of_pixel[kGradientKinds]{};
@@ -184,11 +183,9 @@ class StripTile {
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float first = grad[c][2 * i] * scale;
-        const float second = grad[c][2 * i + 1] * scale;
-        high[c][i] = narrow_pair<__half>(first, second);
-        const float2 rounded = half_values(high[c][i]);
-        low[c][i] = narrow_pair<__half>(first - rounded.x, second - rounded.y);
+        const SplitPair pair = split_pair(grad[c][2 * i] * scale, grad[c][2 * i + 1] * scale);
+        high[c][i] = pair.high;
+        low[c][i] = pair.low;
       }
     }
   }

@@ -68,18 +68,6 @@ class StripWeights {
                                 exists ? value_of<float>(work_.bias, c) : 0.0f};
   }
 
-  // Of four values the high and the low words.
-  template <int kWords>
-  __device__ static void split(const float (&x)[2 * kWords], uint32_t (&high)[kWords],
-                               uint32_t (&low)[kWords]) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      high[i] = narrow_pair<__half>(x[2 * i], x[2 * i + 1]);
-      const float2 rounded = half_values(high[i]);
-      low[i] = narrow_pair<__half>(x[2 * i] - rounded.x, x[2 * i + 1] - rounded.y);
-    }
-  }
-
   // Rows of this operand are channels of the input, two a word; columns those of the output.
   __device__ void write_conv(int down, int chunk, int lane) {
     const int c = chunk * kUnitChannels + lane / 4;
@@ -87,11 +75,11 @@ class StripWeights {
     float x[2 * kTaps];
 #pragma unroll
     for (int i = 0; i < 2 * kTaps; ++i) x[i] = scale * weight(c, lane % 4 * 2 + i % 2, down, i / 2);
-    uint32_t high[kTaps];
-    uint32_t low[kTaps];
-    split(x, high, low);
-    shared_.conv_weights[down][chunk][lane] = {high[0], high[1], low[0], low[1]};
-    shared_.conv_tails[down][chunk][lane] = {high[2], low[2]};
+    SplitPair pair[kTaps];
+#pragma unroll
+    for (int i = 0; i < kTaps; ++i) pair[i] = split_pair(x[2 * i], x[2 * i + 1]);
+    shared_.conv_weights[down][chunk][lane] = {pair[0].high, pair[1].high, pair[0].low, pair[1].low};
+    shared_.conv_tails[down][chunk][lane] = {pair[2].high, pair[2].low};
   }
 
   // Here rows are channels of the output, and columns those of the input.
@@ -102,10 +90,10 @@ class StripWeights {
       const int c = tile * kWarpChannels + i / 2 * kUnitChannels + lane % 4 * 2 + i % 2;
       x[i] = weight(c, lane / 4, tap / kTaps, tap % kTaps) / shared_.balance[c] * scale;
     }
-    uint32_t high[2];
-    uint32_t low[2];
-    split(x, high, low);
-    shared_.gradient_weights[tile][tap / kTaps][tap % kTaps][lane] = {high[0], high[1], low[0], low[1]};
+    const SplitPair first = split_pair(x[0], x[1]);
+    const SplitPair second = split_pair(x[2], x[3]);
+    shared_.gradient_weights[tile][tap / kTaps][tap % kTaps][lane] = {first.high, second.high, first.low,
+                                                                      second.low};
   }
 
   const StripWork& work_;

@@ -58,11 +58,10 @@ class BackwardRun {
     const Elements grad = elements_from(problem_.grad, problem_.grad_dtype, first_sample * results());
     const int64_t plane = first_sample * channels_;
     const int64_t window = kPools ? plane * windows_ : 0;
-    const int64_t pixel = kReducesChannels ? first_sample * pixels_ : 0;
     return {norms_ + plane,
             window_value_ + window,
             window_place_ + window,
-            {grad, has_pairs(grad), most_ + pixel, factor_ + pixel, sums_from(after_norm_, plane)}};
+            {grad, has_pairs(grad), sums_from(after_norm_, plane)}};
   }
 
   cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
@@ -308,7 +307,7 @@ class BackwardRun {
       window_grad_ = workspace.take<T>(step_samples * channels_ * windows_);
       if (step_.kind == StepKind::kStrips)
         window_value_ = workspace.take<T>(step_samples * channels_ * windows_);
-    } else if constexpr (kReducesChannels) {
+    } else if (kReducesChannels && step_.kind != StepKind::kStrips) {
       most_ = workspace.take<T>(step_samples * pixels_);
       factor_ = workspace.take<T>(step_samples * pixels_);
     }
