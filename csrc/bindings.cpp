@@ -204,7 +204,6 @@ class Backward {
 
   void on_cpu(const std::vector<uintptr_t>& pointers, const std::vector<uintptr_t>& gradients,
               uintptr_t grad_v, int threads) const {
-    if (conv_) throw std::invalid_argument("fusedconv: on the CPU backward takes the conv's output");
     run(tensors_.places(pointers), gradients_.places(gradients), grad_v,
         [&](const BackwardProblem& problem) { run_backward_on_cpu(cpu_kernel_, problem, threads); });
   }

@@ -75,7 +75,7 @@ struct BackwardProblem {
   void* scale;
   void* norm_weight;
   void* norm_bias;
-  const ConvBackward* conv;  // on CUDA only
+  const ConvBackward* conv;  // on the CPU only float32's, of stride 1
 };
 
 // One call: output = chain(v), where v = conv(input), or v = input if conv is null.

@@ -1,9 +1,8 @@
 // Backward of a chain over a whole problem, written once for the algebra.
 //
 // The reduction spreads the output's gradient over v's places, in the memory of v's own gradient. From there
-// on all is pointwise in v and in what was spread, but for two sums over each group of a GroupNorm. What it
-// takes is computed again from v: that costs less than to write it to memory and read it. Each sum is over
-// one plane, and planes are added up in one order, so the number of threads changes no bit.
+// on all is pointwise in v and in what was spread, but for two sums over each group of a GroupNorm. Each sum
+// is over one plane, and planes are added up in one order, so the number of threads changes no bit.
 #pragma once
 
 #include <type_traits>
@@ -13,41 +12,13 @@
 #include "parallel_for.h"
 #include "plan.h"
 #include "reduce_vjp.h"
-#include "statistics.h"
+#include "row_vjp.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 // So much of v is taken through all steps of a reduction over channels before the next is begun.
 constexpr int64_t kStepBytes = 8 * 1024 * 1024;
-
-// What a plane adds to the gradients of its channel's parameters.
-template <class X>
-struct ParameterSums {
-  X bias, scale, norm_weight, norm_bias;
-};
-
-// Calls visit(lanes, i, sums) for the vectors of a plane; few pixels are summed in the compute type, more in
-// double.
-template <class T, class Visit>
-FUSEDCONV_INLINE void sum_plane(int64_t pixels, ParameterSums<double>& total, const Visit& visit) {
-  for (int64_t begin = 0; begin < pixels; begin += kSumPixels) {
-    ParameterSums<Vector<T>> sums{};
-    for_each_lanes<T>(begin, smaller(begin + kSumPixels, pixels),
-                      [&](auto lanes, int64_t i) { visit(lanes, i, sums); });
-    total.bias += sum_of_lanes(sums.bias);
-    total.scale += sum_of_lanes(sums.scale);
-    total.norm_weight += sum_of_lanes(sums.norm_weight);
-    total.norm_bias += sum_of_lanes(sums.norm_bias);
-  }
-}
-
-template <class T, class Lanes>
-FUSEDCONV_INLINE void add(const Lanes& lanes, const Gradients<Vector<T>>& gradients,
-                          ParameterSums<Vector<T>>& sums) {
-  sums.bias += lanes.keep(gradients.bias);
-  sums.scale += lanes.keep(gradients.scale);
-}
 
 template <class T, class Stage>
 Moments moments_of_run(const T* run, int64_t count, const Stage& stage) {
@@ -65,7 +36,6 @@ Moments moments_of_run(const T* run, int64_t count, const Stage& stage) {
 
 template <class Chain, class T>
 class BackwardSchedule {
-  using V = Vector<T>;
   using Reduce = typename Chain::Reduce;
   static_assert(!Reduce::kStores || std::is_same_v<typename Chain::Final, Sequence<>>,
                 "without a reduction the last stages belong to Post");
@@ -86,7 +56,7 @@ class BackwardSchedule {
         channels_(samples_ * channel_count_),
         norms_(samples_ * channel_count_),
         sums_(samples_ * channel_count_),
-        rows_(Reduce::kPools ? 3 * threads_ * row_elements_ : 0),
+        pool_rows_(Reduce::kPools ? 3 * threads_ * row_elements_ : 0),
         places_(Reduce::kPools ? threads_ * row_elements_ : 0) {}
 
   void run() const {
@@ -142,19 +112,16 @@ class BackwardSchedule {
       for_each_plane(group, [&](int64_t p) {
         const Channel<T> channel = channels_[p];
         all = combine(all, moments_of_run(v_ + p * plane_, plane_,
-                                          [&](V v) { return Chain::Pre::value(v, v, channel); }));
+                                          [&](Vector<T> v) { return Chain::Pre::value(v, v, channel); }));
       });
-      const double inverse_deviation = inverse_deviation_of(all, problem_.arguments.eps);
-      for_each_plane(group, [&](int64_t p) {
-        set_norm(channels_[p], problem_.arguments, p % channel_count_, all.mean, inverse_deviation);
-        const double mean_rest = all.mean - double(channels_[p].mean);
-        norms_[p] = {T(inverse_deviation), T(-mean_rest * inverse_deviation), T(0), T(0)};
-      });
+      const int64_t first = group * group_channels_;
+      set_statistics<Chain>(problem_.arguments, all, first % channel_count_, group_channels_,
+                            channels_.data() + first, norms_.data() + first);
     }
   }
 
   void unpool(int64_t group, int worker) const {
-    T* row = rows_.data() + 3 * worker * row_elements_;
+    T* row = pool_rows_.data() + 3 * worker * row_elements_;
     const PoolRows<T> rows{row, row + row_elements_, row + 2 * row_elements_,
                            places_.data() + worker * row_elements_};
     const int64_t height = problem_.v.size[2];
@@ -163,77 +130,31 @@ class BackwardSchedule {
     const int64_t pooled_plane = (height / window[0]) * (width / window[1]);
     for_each_plane(group, [&](int64_t p) {
       spread_over_windows<Chain>(v_ + p * plane_, grad_ + p * pooled_plane, grad_v_ + p * plane_, height,
-                                 width, window, channels_[p], rows);
+                                 width, width, window, channels_[p], rows);
     });
   }
 
   void finish(int64_t group) const {
     if constexpr (Chain::kNeedsStatistics) {
-      for_each_plane(group, [&](int64_t p) { sum_after_norm(p); });
-      set_norm_gradient(group);
+      for_each_plane(group,
+                     [&](int64_t p) { sum_after_norm<Chain>(rows(p), channels_[p], norms_[p], sums_[p]); });
+      const int64_t first = group * group_channels_;
+      set_norm_gradient(problem_.arguments, sums_.data() + first, first % channel_count_, group_channels_,
+                        plane_, norms_.data() + first);
     }
     const bool wants_pre =
         Chain::Pre::kReadsChannel && (problem_.bias != nullptr || problem_.scale != nullptr);
     const bool wants_all = !Chain::kNeedsStatistics;  // no sums were made yet
-    if (problem_.wants_v || wants_pre || wants_all) for_each_plane(group, [&](int64_t p) { write_plane(p); });
-  }
-
-  // The gradient at each place of what went into the reduction.
-  const T* spread(int64_t plane) const { return (Reduce::kStores ? grad_ : grad_v_) + plane * plane_; }
-
-  // The sums of what comes after the norm.
-  void sum_after_norm(int64_t p) const {
-    const Channel<T> channel = channels_[p];
-    const NormGradient<T> norm = norms_[p];
-    const T* v_plane = v_ + p * plane_;
-    const T* spread_plane = spread(p);
-    sum_plane<T>(plane_, sums_[p], [&](auto lanes, int64_t i, ParameterSums<V>& sums) {
-      Gradients<V> gradients{};
-      const V v = lanes.load(v_plane + i);
-      const V x = Chain::Pre::value(v, v, channel);
-      const V grad = Chain::Post::vjp(lanes.load(spread_plane + i), Chain::Norm::value(x, channel), v,
-                                      channel, gradients);
-      add<T>(lanes, gradients, sums);
-      sums.norm_bias += lanes.keep(grad);
-      sums.norm_weight += lanes.keep(grad * Chain::Norm::normed(x, channel, norm));
-    });
-  }
-
-  void set_norm_gradient(int64_t group) const {
-    double mean = 0;
-    double mean_product = 0;
+    if (!problem_.wants_v && !wants_pre && !wants_all) return;
     for_each_plane(group, [&](int64_t p) {
-      const double weight = value_of<double>(problem_.arguments.norm_weight, p % channel_count_, 1.0);
-      mean += weight * sums_[p].norm_bias;
-      mean_product += weight * sums_[p].norm_weight;
-    });
-    const double count = double(group_channels_) * double(plane_);
-    for_each_plane(group, [&](int64_t p) {
-      const double factor = double(norms_[p].inverse_deviation) / count;
-      norms_[p].mean = T(mean * factor);
-      norms_[p].mean_product = T(mean_product * factor);
+      write_gradient<Chain>(rows(p), channels_[p], norms_[p], grad_v_ + p * plane_, plane_, sums_[p]);
     });
   }
 
-  // The gradient of v, and the sums that no one made before.
-  void write_plane(int64_t p) const {
-    const Channel<T> channel = channels_[p];
-    const NormGradient<T> norm = norms_[p];
-    const T* v_plane = v_ + p * plane_;
-    const T* spread_plane = spread(p);
-    T* to = grad_v_ + p * plane_;
-    sum_plane<T>(plane_, sums_[p], [&](auto lanes, int64_t i, ParameterSums<V>& sums) {
-      Gradients<V> of_post{};
-      Gradients<V> of_pre{};
-      const V v = lanes.load(v_plane + i);
-      const V x = Chain::Pre::value(v, v, channel);
-      V grad =
-          Chain::Post::vjp(lanes.load(spread_plane + i), Chain::Norm::value(x, channel), v, channel, of_post);
-      grad = Chain::Pre::vjp(Chain::Norm::vjp(grad, x, channel, norm), v, v, channel, of_pre);
-      lanes.store(to + i, grad + of_post.v + of_pre.v);
-      add<T>(lanes, of_pre, sums);
-      if constexpr (!Chain::kNeedsStatistics) add<T>(lanes, of_post, sums);
-    });
+  // A plane as one row.
+  Rows<T> rows(int64_t plane) const {
+    const T* spread = Reduce::kStores ? grad_ : grad_v_;
+    return {v_ + plane * plane_, plane_, spread + plane * plane_, plane_, 1, plane_};
   }
 
   // A parameter's gradient: the sum over all samples.
@@ -262,7 +183,7 @@ class BackwardSchedule {
   const Buffer<NormGradient<T>> norms_;
   const Buffer<ParameterSums<double>> sums_;
   // For each thread.
-  const Buffer<T> rows_;
+  const Buffer<T> pool_rows_;
   const Buffer<int64_t> places_;
 };
 

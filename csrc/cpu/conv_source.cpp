@@ -2,56 +2,6 @@
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
-namespace {
-
-// The register block: 4 channels x 6 vectors of pixels are 24 accumulators of 32 registers, x 3 are 12 of 16.
-constexpr int kBlockVectors = kVectorRegisters == 32 ? 6 : 3;
-
-// out[c][pixel] = bias[c] + sum over taps of weight[tap][c] * input[offset[tap] + pixel], for the block's
-// channels.
-template <int kVectors, class T>
-void multiply_block(const T* input, const int64_t* offset, int64_t taps, const T* weight, const T* bias,
-                    T* out, int64_t out_stride, int64_t channels) {
-  constexpr int kWidth = kLanes<T>;
-  Vector<T> sum[kBlockChannels][kVectors];
-#pragma GCC unroll 4
-  for (int c = 0; c < kBlockChannels; ++c) {
-#pragma GCC unroll 6
-    for (int j = 0; j < kVectors; ++j) sum[c][j] = broadcast(bias[c]);
-  }
-  for (int64_t tap = 0; tap < taps; ++tap) {
-    const T* pixels = input + offset[tap];
-    Vector<T> x[kVectors];
-#pragma GCC unroll 6
-    for (int j = 0; j < kVectors; ++j) x[j] = load(pixels + j * kWidth);
-#pragma GCC unroll 4
-    for (int c = 0; c < kBlockChannels; ++c) {
-      const Vector<T> w = broadcast(weight[tap * kBlockChannels + c]);
-#pragma GCC unroll 6
-      for (int j = 0; j < kVectors; ++j) sum[c][j] += w * x[j];
-    }
-  }
-#pragma GCC unroll 4
-  for (int c = 0; c < kBlockChannels; ++c) {
-    if (c >= channels) return;
-#pragma GCC unroll 6
-    for (int j = 0; j < kVectors; ++j) store(out + c * out_stride + j * kWidth, sum[c][j]);
-  }
-}
-
-template <class T>
-using MultiplyBlock = void (*)(const T*, const int64_t*, int64_t, const T*, const T*, T*, int64_t, int64_t);
-
-template <class T, int kVectors = kBlockVectors>
-FUSEDCONV_INLINE MultiplyBlock<T> multiply_block_of(int64_t vectors) {
-  if constexpr (kVectors > 1) {
-    if (vectors < kVectors) return multiply_block_of<T, kVectors - 1>(vectors);
-  }
-  return multiply_block<kVectors, T>;
-}
-
-}  // namespace
-
 template <class T>
 typename ConvSource<T>::Axis ConvSource<T>::axis(const Tensor& input, const Conv& conv, int dim) {
   return {conv.weight.size[2 + dim], conv.stride[dim], conv.dilation[dim], conv.padding[dim],
@@ -170,23 +120,17 @@ void ConvSource<T>::pack(const Place& place, T* packed) const {
 }
 
 template <class T>
+Taps<T> ConvSource<T>::taps(const Place& place, const T* packed) const {
+  if (!reads_in_place(place)) return {packed, packed_offset_.data(), taps_};
+  const T* input = static_cast<const T*>(input_.data);
+  return {input + place.sample * input_.stride[0] + place.row * input_.stride[2], input_offset_.data(),
+          taps_};
+}
+
+template <class T>
 void ConvSource<T>::load(const Place& place, const Tile<T>& tile, const T* packed) const {
-  const bool in_place = reads_in_place(place);
-  const T* pixels = in_place ? static_cast<const T*>(input_.data) + place.sample * input_.stride[0] +
-                                   place.row * input_.stride[2]
-                             : packed;
-  const int64_t* offset = in_place ? input_offset_.data() : packed_offset_.data();
-  const int64_t vectors = ceil_div(place.rows * this->pitch, kLanes<T>);
-  // All channels of a run of pixels before the next run: the input that they share stays in L1.
-  for (int64_t j = 0; j < vectors; j += kBlockVectors) {
-    const int64_t pixel = j * kLanes<T>;
-    const MultiplyBlock<T> multiply = multiply_block_of<T>(smaller(kBlockVectors, vectors - j));
-    for (int64_t c = 0; c < place.channels; c += kBlockChannels) {
-      const int64_t channel = place.channel + c;
-      multiply(pixels + pixel, offset, taps_, weight_.data() + channel * taps_, bias_.data() + channel,
-               tile.data + c * tile.plane + pixel, tile.plane, place.channels - c);
-    }
-  }
+  multiply_run(taps(place, packed), place.rows * this->pitch, weight_.data() + place.channel * taps_,
+               bias_.data() + place.channel, place.channels, tile);
 }
 
 template class ConvSource<float>;

@@ -9,6 +9,7 @@
 
 #include "../core/parameter.h"
 #include "buffer.h"
+#include "conv_block.h"
 #include "source.h"
 
 namespace fusedconv {
@@ -24,6 +25,10 @@ class ConvSource final : public Source<T> {
   int64_t cost() const override { return 32 + taps_; }
   void pack(const Place& place, T* packed) const override;
   void load(const Place& place, const Tile<T>& tile, const T* packed) const override;
+
+  // What the taps, [input channel][row][column], meet at a packed place: at pixel r * pitch + w, they meet
+  // the input of v's pixel (r, w).
+  Taps<T> taps(const Place& place, const T* packed) const;
 
  private:
   // What a kernel axis does to an input axis: the taps fall on `phases` packed planes, and reach `reach`

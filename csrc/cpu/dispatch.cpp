@@ -93,7 +93,9 @@ void run_on_cpu(const Kernel& kernel, const Problem& problem, int threads) {
 }
 
 void run_backward_on_cpu(const Kernel& kernel, const BackwardProblem& problem, int threads) {
-  advise_huge_pages(problem.grad_v, size_t(element_count(problem.v)) * element_size(problem.v.dtype));
+  const Tensor& form = problem.conv == nullptr ? problem.v : problem.conv->grad_input;
+  void* written = problem.conv == nullptr ? problem.grad_v : form.data;
+  if (written != nullptr) advise_huge_pages(written, size_t(element_count(form)) * element_size(form.dtype));
   kernel.backward(problem, threads);
 }
 

@@ -18,18 +18,8 @@ template <class T>
 struct FirstLanes {
   int64_t count;
 
-  // The other lanes repeat the first one, so that they meet no special value of their own.
-  FUSEDCONV_INLINE Vector<T> load(const T* from) const {
-    T lane[kLanes<T>];
-    for (int i = 0; i < kLanes<T>; ++i) lane[i] = from[i < count ? i : 0];
-    return FUSEDCONV_TARGET::load(lane);
-  }
-
-  FUSEDCONV_INLINE void store(T* to, Vector<T> x) const {
-    T lane[kLanes<T>];
-    FUSEDCONV_TARGET::store(lane, x);
-    for (int64_t i = 0; i < count; ++i) to[i] = lane[i];
-  }
+  FUSEDCONV_INLINE Vector<T> load(const T* from) const { return load_first(from, count); }
+  FUSEDCONV_INLINE void store(T* to, Vector<T> x) const { store_first(to, x, count); }
 
   // Zero in the other lanes.
   FUSEDCONV_INLINE Vector<T> keep(Vector<T> x) const { return select(first_lanes<T>(count), x, Vector<T>{}); }

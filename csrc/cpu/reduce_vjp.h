@@ -32,19 +32,20 @@ FUSEDCONV_INLINE int64_t find_column(const T* most, const T* most_row, int64_t c
   return best;
 }
 
-// One plane of v. The windows' rows go first, all columns at a time, then along each window.
+// Some rows of a plane of v, from a window's first on. The windows' rows go first, all columns at a time,
+// then along each window.
 template <class Chain, class T>
-void spread_over_windows(const T* v, const T* grad, T* spread, int64_t height, int64_t width,
+void spread_over_windows(const T* v, const T* grad, T* spread, int64_t height, int64_t width, int64_t pitch,
                          const int64_t* window, const Channel<T>& channel, const PoolRows<T>& rows) {
-  for_each_lanes<T>(0, height * width, [&](auto lanes, int64_t i) { lanes.store(spread + i, Vector<T>{}); });
+  for_each_lanes<T>(0, height * pitch, [&](auto lanes, int64_t i) { lanes.store(spread + i, Vector<T>{}); });
   const int64_t pooled_width = width / window[1];
   for (int64_t r = 0; r < height / window[0]; ++r) {
-    const int64_t corner = r * window[0] * width;
+    const int64_t corner = r * window[0] * pitch;
     for_each_lanes<T>(0, pooled_width * window[1], [&](auto lanes, int64_t w) {
       Vector<T> most = Chain::value(lanes.load(v + corner + w), channel);
       Vector<T> most_row{};
       for (int64_t k = 1; k < window[0]; ++k) {
-        const Vector<T> x = Chain::value(lanes.load(v + corner + k * width + w), channel);
+        const Vector<T> x = Chain::value(lanes.load(v + corner + k * pitch + w), channel);
         const auto is_better = x > most || x != x;
         most = select(is_better, x, most);
         most_row = select(is_better, Vector<T>{} + T(k), most_row);
@@ -56,7 +57,7 @@ void spread_over_windows(const T* v, const T* grad, T* spread, int64_t height, i
       const int64_t first = p * window[1];
       const int64_t w = first + find_column(rows.most + first, rows.most_row + first, window[1]);
       rows.pooled[p] = rows.most[w];
-      rows.from[p] = corner + int64_t(rows.most_row[w]) * width + w;
+      rows.from[p] = corner + int64_t(rows.most_row[w]) * pitch + w;
     }
     for_each_lanes<T>(0, pooled_width, [&](auto lanes, int64_t p) {
       Gradients<Vector<T>> none{};

@@ -4,6 +4,7 @@
 
 #include "../core/chains.h"
 #include "backward.h"
+#include "conv_backward.h"
 #include "conv_source.h"
 #include "kernels.h"
 #include "schedule.h"
@@ -34,7 +35,9 @@ void run_chain(const Problem& problem, int threads) {
 
 template <class Chain>
 void run_backward(const BackwardProblem& problem, int threads) {
-  if (problem.v.dtype == DType::kFloat64) {
+  if (problem.conv != nullptr) {
+    ConvBackwardSchedule<Chain, float>(problem, threads).run();
+  } else if (problem.v.dtype == DType::kFloat64) {
     BackwardSchedule<Chain, double>(problem, threads).run();
   } else {
     BackwardSchedule<Chain, float>(problem, threads).run();

@@ -114,6 +114,28 @@ FUSEDCONV_INLINE Vector<T> broadcast(T x) {
   }
 }
 
+// Sums of neighbouring lanes, a's and then b's.
+template <class T>
+FUSEDCONV_INLINE Vector<T> add_neighbours(Vector<T> a, Vector<T> b) {
+#if defined(__clang__)
+  if constexpr (kLanes<T> == 16) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  } else if constexpr (kLanes<T> == 8) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+  } else if constexpr (kLanes<T> == 4) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+  } else {
+    return __builtin_shufflevector(a, b, 0, 2) + __builtin_shufflevector(a, b, 1, 3);
+  }
+#else
+  typename VectorTypes<T>::Bits even{};
+  for (int i = 0; i < kLanes<T>; ++i) even[i] = 2 * i;
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+#endif
+}
+
 // A store that leaves the caches alone, to a place aligned to the vector. Ends with stream_fence.
 template <class T>
 FUSEDCONV_INLINE void stream(T* to, Vector<T> x) {
@@ -142,6 +164,37 @@ FUSEDCONV_INLINE typename VectorTypes<T>::Bits first_lanes(int64_t count) {
   Bits lane{};
   for (int i = 0; i < kLanes<T>; ++i) lane[i] = i;
   return lane < Bits{} + typename Format<T>::Integer(count);
+}
+
+// The first lanes of a vector in memory, and zeros; touches no memory past them.
+template <class T>
+FUSEDCONV_INLINE Vector<T> load_first(const T* from, int64_t count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return (Vector<T>)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
+  if constexpr (sizeof(T) == 8) return (Vector<T>)_mm512_maskz_loadu_pd(__mmask8((1u << count) - 1), from);
+#elif defined(__AVX2__)
+  const __m256i mask = (__m256i)first_lanes<T>(count);
+  if constexpr (sizeof(T) == 4) return (Vector<T>)_mm256_maskload_ps(from, mask);
+  if constexpr (sizeof(T) == 8) return (Vector<T>)_mm256_maskload_pd(from, mask);
+#else
+  Vector<T> x{};
+  for (int64_t i = 0; i < count; ++i) x[i] = from[i];
+  return x;
+#endif
+}
+
+template <class T>
+FUSEDCONV_INLINE void store_first(T* to, Vector<T> x, int64_t count) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(to, __mmask16((1u << count) - 1), (__m512)x);
+  if constexpr (sizeof(T) == 8) _mm512_mask_storeu_pd(to, __mmask8((1u << count) - 1), (__m512d)x);
+#elif defined(__AVX2__)
+  const __m256i mask = (__m256i)first_lanes<T>(count);
+  if constexpr (sizeof(T) == 4) _mm256_maskstore_ps(to, mask, (__m256)x);
+  if constexpr (sizeof(T) == 8) _mm256_maskstore_pd(to, mask, (__m256d)x);
+#else
+  for (int64_t i = 0; i < count; ++i) to[i] = x[i];
+#endif
 }
 
 template <class Mask, class X>

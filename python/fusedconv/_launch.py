@@ -67,6 +67,19 @@ def _words_on_cpu(input: Tensor, weight: Tensor, groups: int) -> str:
     return f"direct, {_C.cpu_isa()}, {products} products for a value"
 
 
+def words_of_gradients_on_cpu(input: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> str:
+    """The same for the conv's gradients. Ours take float32, as float64 is seldom trained in, and stride 1, where the
+    input's gradient is a conv of v's own layout; and no more products than forward does, for the same reason."""
+    words = _words_on_cpu(input, weight, groups)
+    if not words.startswith("direct"):
+        return words
+    if input.dtype is not torch.float32:
+        return f"two-step, {_name(input.dtype)}"
+    if tuple(stride) != (1, 1):
+        return f"two-step, stride {list(stride)}"
+    return words
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

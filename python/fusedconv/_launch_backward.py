@@ -23,12 +23,15 @@ from ._launch import (
     form,
     on_cpu,
     on_cuda,
+    words_of_gradients_on_cpu,
 )
 from .chains import IDENTITY, compute_dtype
 
 Gradients = dict[int, Tensor]  # by the places of what they belong to among the operator's arguments
 # From v, the output's gradient and the arguments: gradients of the chain's own parameters, and of v.
 ChainBackward = Callable[[Tensor, Tensor, Sequence[Any]], tuple[Gradients, Tensor]]
+# From the output's gradient and the arguments: all gradients that are wanted.
+FindGradients = Callable[[Tensor, Sequence[Any]], Gradients]
 
 
 def _of_conv(args: Sequence[Any]) -> Sequence[Any]:
@@ -133,22 +136,40 @@ class BackwardLauncher:
             return None
         return self._chain(launch, v, grad, args, wanted, on_cuda(launch, device, workspace_bytes))
 
+    def all_on_cpu(
+        self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted
+    ) -> FindGradients | None:
+        """The chain's part and the conv's, in float32; None where the conv's gradients are left to PyTorch."""
+        words = words_of_gradients_on_cpu(*args[TENSORS][:2], stride=args[GEOMETRY][0], groups=args[-1])
+        if not words.startswith("direct"):
+            return None
+        self._forward.tell(args, f"{words}, with the conv's gradients", backward=True)
+        launch = self._whole_launch(v, grad, args, wanted, tf32=False)
+        return self._whole(grad, args, wanted, on_cpu(launch))
+
     def all_on_cuda(
         self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted, precision: str
-    ) -> Callable[[Tensor, Sequence[Any]], Gradients] | None:
+    ) -> FindGradients | None:
         """The chain's part and the conv's; None where the conv is left to PyTorch."""
         device = grad.get_device()
         if args[-1] != 1:
             self._forward.tell(args, "two-step, groups", precision, backward=True)
             return None
-        input = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")  # as if contiguous
-        conv = form(input), self._forward.conv(args, tf32=precision == "tf32")
-        launch = self._launch(v.to(compute_dtype(v.dtype)), grad, args, wanted, conv)
+        in_compute_dtype = v.to(compute_dtype(v.dtype))
+        launch = self._whole_launch(in_compute_dtype, grad, args, wanted, tf32=precision == "tf32")
         workspace_bytes, words = launch.prepare_cuda(device)
         self._forward.tell(args, words, precision, backward=True)
         if workspace_bytes < 0:
             return None
-        start = on_cuda(launch, device, workspace_bytes)
+        return self._whole(grad, args, wanted, on_cuda(launch, device, workspace_bytes))
+
+    def _whole_launch(
+        self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted, tf32: bool
+    ) -> _C.Backward:
+        input = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")  # as if contiguous
+        return self._launch(v, grad, args, wanted, (form(input), self._forward.conv(args, tf32)))
+
+    def _whole(self, grad: Tensor, args: Sequence[Any], wanted: Wanted, start: Start) -> FindGradients:
         prepared = self._prepare(grad, args, wanted.all, start, conv=True)
 
         def run(grad: Tensor, args: Sequence[Any]) -> Gradients:

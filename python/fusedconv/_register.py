@@ -455,9 +455,14 @@ class Backward:
 
     def prepare_cpu(self, grad: Tensor, args: Sequence[Any], wanted: Wanted, precision: str | None) -> Find:
         v = self.example(args)
+        has_kernels = _has_kernels_on_cpu(v, grad, args)
+        if self.operator.has_conv and has_kernels:
+            whole = self.launcher.all_on_cpu(v, grad, args, wanted)
+            if whole is not None:
+                return _whatever_precision(whole)
         conv = self.launcher.conv_on_cpu(args, v) if self.operator.has_conv else None
         source = self.operator.source if conv is None else _whatever_precision(conv)
-        if _has_kernels_on_cpu(v, grad, args):
+        if has_kernels:
             return partial(self.step_by_step, source, self.launcher.chain_on_cpu(v, grad, args, wanted))
         return partial(self.step_by_step, source, self.by_reference(_recorded_pullback, grad.dtype, wanted))
 

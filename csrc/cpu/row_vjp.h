@@ -1,0 +1,134 @@
+// The vjp of a chain's pointwise stages and its norm, over some rows of one channel. What it takes is
+// computed again from v: that costs less than to write it to memory and read it.
+#pragma once
+
+#include "../core/chain.h"
+#include "lanes.h"
+#include "statistics.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// What some rows add to the gradients of their channel's parameters; v's is that of the conv's bias.
+template <class X>
+struct ParameterSums {
+  X bias, scale, norm_weight, norm_bias, v;
+};
+
+FUSEDCONV_INLINE void add(const ParameterSums<double>& some, ParameterSums<double>& total) {
+  total.bias += some.bias;
+  total.scale += some.scale;
+  total.norm_weight += some.norm_weight;
+  total.norm_bias += some.norm_bias;
+  total.v += some.v;
+}
+
+// Rows of v, and the gradient at each of their places of what went into the reduction.
+template <class T>
+struct Rows {
+  const T* v;
+  int64_t v_pitch;
+  const T* spread;
+  int64_t spread_pitch;
+  int64_t count;
+  int64_t cols;
+};
+
+// Calls visit(lanes, r, w, sums) for the vectors of the rows; few pixels are summed in the compute type, more
+// in double.
+template <class T, class Visit>
+FUSEDCONV_INLINE void sum_rows(const Rows<T>& rows, ParameterSums<double>& total, const Visit& visit) {
+  const int64_t some_cols = smaller(rows.cols, kSumPixels);
+  const int64_t some_rows = larger(1, kSumPixels / some_cols);
+  for (int64_t top = 0; top < rows.count; top += some_rows) {
+    const int64_t bottom = smaller(top + some_rows, rows.count);
+    for (int64_t left = 0; left < rows.cols; left += some_cols) {
+      const int64_t right = smaller(left + some_cols, rows.cols);
+      ParameterSums<Vector<T>> sums{};
+      for (int64_t r = top; r < bottom; ++r) {
+        for_each_lanes<T>(left, right, [&](auto lanes, int64_t w) { visit(lanes, r, w, sums); });
+      }
+      add({sum_of_lanes(sums.bias), sum_of_lanes(sums.scale), sum_of_lanes(sums.norm_weight),
+           sum_of_lanes(sums.norm_bias), sum_of_lanes(sums.v)},
+          total);
+    }
+  }
+}
+
+template <class T, class Lanes>
+FUSEDCONV_INLINE void add(const Lanes& lanes, const Gradients<Vector<T>>& gradients,
+                          ParameterSums<Vector<T>>& sums) {
+  sums.bias += lanes.keep(gradients.bias);
+  sums.scale += lanes.keep(gradients.scale);
+}
+
+// The sums of what comes after the norm.
+template <class Chain, class T>
+void sum_after_norm(const Rows<T>& rows, const Channel<T> channel, const NormGradient<T> norm,
+                    ParameterSums<double>& total) {
+  using V = Vector<T>;
+  sum_rows(rows, total, [&](auto lanes, int64_t r, int64_t w, ParameterSums<V>& sums) {
+    Gradients<V> gradients{};
+    const V v = lanes.load(rows.v + r * rows.v_pitch + w);
+    const V x = Chain::Pre::value(v, v, channel);
+    const V grad = Chain::Post::vjp(lanes.load(rows.spread + r * rows.spread_pitch + w),
+                                    Chain::Norm::value(x, channel), v, channel, gradients);
+    add<T>(lanes, gradients, sums);
+    sums.norm_bias += lanes.keep(grad);
+    sums.norm_weight += lanes.keep(grad * Chain::Norm::normed(x, channel, norm));
+  });
+}
+
+// The gradient of v, and the sums that no one made before.
+template <class Chain, class T>
+void write_gradient(const Rows<T>& rows, const Channel<T> channel, const NormGradient<T> norm, T* to,
+                    int64_t to_pitch, ParameterSums<double>& total) {
+  using V = Vector<T>;
+  sum_rows(rows, total, [&](auto lanes, int64_t r, int64_t w, ParameterSums<V>& sums) {
+    Gradients<V> of_post{};
+    Gradients<V> of_pre{};
+    const V v = lanes.load(rows.v + r * rows.v_pitch + w);
+    const V x = Chain::Pre::value(v, v, channel);
+    V grad = Chain::Post::vjp(lanes.load(rows.spread + r * rows.spread_pitch + w),
+                              Chain::Norm::value(x, channel), v, channel, of_post);
+    grad = Chain::Pre::vjp(Chain::Norm::vjp(grad, x, channel, norm), v, v, channel, of_pre);
+    grad = grad + of_post.v + of_pre.v;
+    lanes.store(to + r * to_pitch + w, grad);
+    sums.v += lanes.keep(grad);
+    add<T>(lanes, of_pre, sums);
+    if constexpr (!Chain::kNeedsStatistics) add<T>(lanes, of_post, sums);
+  });
+}
+
+// The parameters of a group's channels, from `first` on, by its moments.
+template <class Chain, class T>
+void set_statistics(const Arguments& arguments, const Moments& all, int64_t first, int64_t count,
+                    Channel<T>* channels, NormGradient<T>* norms) {
+  const double inverse_deviation = inverse_deviation_of(all, arguments.eps);
+  for (int64_t c = 0; c < count; ++c) {
+    set_norm(channels[c], arguments, first + c, all.mean, inverse_deviation);
+    const double mean_rest = all.mean - double(channels[c].mean);
+    norms[c] = {T(inverse_deviation), T(-mean_rest * inverse_deviation), T(0), T(0)};
+  }
+}
+
+// What the norm's vjp takes besides, from the sums of each of the group's channels, which have `pixels`.
+template <class T>
+void set_norm_gradient(const Arguments& arguments, const ParameterSums<double>* sums, int64_t first,
+                       int64_t count, int64_t pixels, NormGradient<T>* norms) {
+  double mean = 0;
+  double mean_product = 0;
+  for (int64_t c = 0; c < count; ++c) {
+    const double weight = value_of<double>(arguments.norm_weight, first + c, 1.0);
+    mean += weight * sums[c].norm_bias;
+    mean_product += weight * sums[c].norm_weight;
+  }
+  for (int64_t c = 0; c < count; ++c) {
+    const double factor = double(norms[c].inverse_deviation) / (double(count) * double(pixels));
+    norms[c].mean = T(mean * factor);
+    norms[c].mean_product = T(mean_product * factor);
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
