@@ -56,8 +56,7 @@ class BackwardSchedule {
         channels_(samples_ * channel_count_),
         norms_(samples_ * channel_count_),
         sums_(samples_ * channel_count_),
-        pool_rows_(Reduce::kPools ? 3 * threads_ * row_elements_ : 0),
-        places_(Reduce::kPools ? threads_ * row_elements_ : 0) {}
+        pool_rows_(Reduce::kPools ? 3 * threads_ * row_elements_ : 0) {}
 
   void run() const {
     if constexpr (Reduce::kReducesChannels) {
@@ -122,8 +121,7 @@ class BackwardSchedule {
 
   void unpool(int64_t group, int worker) const {
     T* row = pool_rows_.data() + 3 * worker * row_elements_;
-    const PoolRows<T> rows{row, row + row_elements_, row + 2 * row_elements_,
-                           places_.data() + worker * row_elements_};
+    const PoolRows<T> rows{row, row + row_elements_, row + 2 * row_elements_};
     const int64_t height = problem_.v.size[2];
     const int64_t width = problem_.v.size[3];
     const int64_t* window = problem_.arguments.pool;
@@ -184,7 +182,6 @@ class BackwardSchedule {
   const Buffer<ParameterSums<double>> sums_;
   // For each thread.
   const Buffer<T> pool_rows_;
-  const Buffer<int64_t> places_;
 };
 
 }  // namespace FUSEDCONV_TARGET

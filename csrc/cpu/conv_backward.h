@@ -57,7 +57,6 @@ class ConvBackwardSchedule {
                           larger(kBlockChannels * plane_ + kLanes<T>, gradients_.grad_input_elements())),
         scratch_(threads_ * scratch_elements_),
         pool_rows_(Reduce::kPools ? 3 * threads_ * row_elements_ : 0),
-        pool_places_(Reduce::kPools ? threads_ * row_elements_ : 0),
         v_(kKeeps ? step_samples_ * bands_ * tile_elements_ : 0),
         spread_(Reduce::kStores ? 0 : step_samples_ * bands_ * tile_elements_),
         moments_(step_samples_ * strips_ * groups_),
@@ -240,8 +239,7 @@ class ConvBackwardSchedule {
 
   void unpool(const Strip& strip, const Place& where, int64_t c, int worker) const {
     T* row = pool_rows_.data() + 3 * worker * row_elements_;
-    const PoolRows<T> pool_rows{row, row + row_elements_, row + 2 * row_elements_,
-                                pool_places_.data() + worker * row_elements_};
+    const PoolRows<T> pool_rows{row, row + row_elements_, row + 2 * row_elements_};
     const int64_t* window = problem_.arguments.pool;
     const int64_t first_row = (where.sample * channel_count_ + c) * (source_.rows / window[0]);
     const T* grad = grad_ + (first_row + where.row / window[0]) * (source_.cols / window[1]);
@@ -385,7 +383,6 @@ class ConvBackwardSchedule {
   // For each thread.
   const Buffer<T> scratch_;
   const Buffer<T> pool_rows_;
-  const Buffer<int64_t> pool_places_;
   // For each sample of a step: its bands, strips or channels.
   const Buffer<T> v_;
   const Buffer<T> spread_;

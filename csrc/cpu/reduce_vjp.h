@@ -12,24 +12,35 @@ inline namespace FUSEDCONV_TARGET {
 // Rows of the maps that a max pool works with.
 template <class T>
 struct PoolRows {
-  T* most;        // of each column of a row of windows
-  T* most_row;    // and its row in the window
-  T* pooled;      // the maximum of each window, then its gradient
-  int64_t* from;  // where it stands in the plane
+  T* most;      // of each column of a row of windows; then the column of each window's maximum
+  T* most_row;  // its row in the window; then that of each window's maximum
+  T* pooled;    // the maximum of each window, then its gradient
 };
 
-// The first maximum of a window in the order of its rows, as PyTorch finds it: the last NaN, if there is one.
-template <class T>
-FUSEDCONV_INLINE int64_t find_column(const T* most, const T* most_row, int64_t count) {
-  int64_t best = 0;
-  for (int64_t w = 1; w < count; ++w) {
-    const T x = most[w];
-    const bool is_earlier = most_row[w] < most_row[best];
-    const bool is_better =
-        x != x ? most[best] == most[best] || !is_earlier : x > most[best] || (x == most[best] && is_earlier);
-    if (is_better) best = w;
+// The first maximum of each of some windows in the order of its rows, as PyTorch finds it: the last NaN, if
+// there is one. Windows are lanes, from the first one's columns on.
+template <class T, class Lanes>
+FUSEDCONV_INLINE void find_maxima(const Lanes& lanes, const PoolRows<T>& rows, int64_t window,
+                                  int64_t width) {
+  const T* most = rows.most + window * width;
+  const T* most_row = rows.most_row + window * width;
+  Vector<T> best = lanes.load_every(most, width);
+  Vector<T> best_row = lanes.load_every(most_row, width);
+  Vector<T> best_column{};
+  for (int64_t w = 1; w < width; ++w) {
+    const Vector<T> x = lanes.load_every(most + w, width);
+    const Vector<T> row = lanes.load_every(most_row + w, width);
+    const auto is_earlier = row < best_row;
+    const auto is_better =
+        (x > best) | ((x == best) & is_earlier) | ((x != x) & ((best == best) | ~is_earlier));
+    best = select(is_better, x, best);
+    best_row = select(is_better, row, best_row);
+    best_column = select(is_better, Vector<T>{} + T(w), best_column);
   }
-  return best;
+  // No window further on has its columns here.
+  lanes.store(rows.pooled + window, best);
+  lanes.store(rows.most_row + window, best_row);
+  lanes.store(rows.most + window, best_column);
 }
 
 // Some rows of a plane of v, from a window's first on. The windows' rows go first, all columns at a time,
@@ -53,19 +64,18 @@ void spread_over_windows(const T* v, const T* grad, T* spread, int64_t height, i
       lanes.store(rows.most + w, most);
       lanes.store(rows.most_row + w, most_row);
     });
-    for (int64_t p = 0; p < pooled_width; ++p) {
-      const int64_t first = p * window[1];
-      const int64_t w = first + find_column(rows.most + first, rows.most_row + first, window[1]);
-      rows.pooled[p] = rows.most[w];
-      rows.from[p] = corner + int64_t(rows.most_row[w]) * pitch + w;
-    }
+    for_each_lanes<T>(0, pooled_width,
+                      [&](auto lanes, int64_t p) { find_maxima<T>(lanes, rows, p, window[1]); });
     for_each_lanes<T>(0, pooled_width, [&](auto lanes, int64_t p) {
       Gradients<Vector<T>> none{};
       const Vector<T> y = lanes.load(rows.pooled + p);
       lanes.store(rows.pooled + p,
                   Chain::Final::vjp(lanes.load(grad + r * pooled_width + p), y, y, channel, none));
     });
-    for (int64_t p = 0; p < pooled_width; ++p) spread[rows.from[p]] = rows.pooled[p];
+    for (int64_t p = 0; p < pooled_width; ++p) {
+      const int64_t w = p * window[1] + int64_t(rows.most[p]);
+      spread[corner + int64_t(rows.most_row[p]) * pitch + w] = rows.pooled[p];
+    }
   }
 }
 
