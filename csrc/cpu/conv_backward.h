@@ -23,7 +23,9 @@ inline namespace FUSEDCONV_TARGET {
 constexpr int64_t kBandBytes = 256 * 1024;  // of v's gradient; beside it, its halo and the input stay in L2
 constexpr int64_t kStripRows = 32;          // at least, and so many times what the filter reaches
 constexpr int64_t kStripReaches = 8;
-constexpr int64_t kThreadStrips = 4;  // that a thread takes, roughly, between two waits for the others
+constexpr int64_t kThreadStrips = 2;       // at least, that a thread takes between two waits for the others
+constexpr int64_t kManyThreadStrips = 16;  // the same where nothing is kept
+constexpr int64_t kKeptBytes = 8 << 20;    // of small samples, so many are taken together
 
 template <class Chain, class T>
 class ConvBackwardSchedule {
@@ -46,10 +48,10 @@ class ConvBackwardSchedule {
         strip_bands_(ceil_div(larger(kStripRows, kStripReaches * reach_), band_rows_)),
         strips_(ceil_div(bands_, strip_bands_)),
         threads_(int(smaller(threads, 1 + element_count(problem.v) * source_.cost() / kThreadOperations))),
-        step_samples_(smaller(samples_, ceil_div(kThreadStrips * threads_, strips_))),
         gradients_(*problem.conv, source_, band_rows_),
         plane_(source_.plane(band_rows_)),
         tile_elements_(channel_count_ * plane_ + kLanes<T>),
+        step_samples_(smaller(samples_, samples_of_step())),
         row_elements_(round_up(source_.cols, kLanes<T>)),
         packed_elements_(round_up(source_.prepare(band_rows_), kLanes<T>)),
         grad_v_elements_(round_up(gradients_.grad_v_elements(), kLanes<T>)),
@@ -103,6 +105,12 @@ class ConvBackwardSchedule {
     const int64_t fitting = kBandBytes / (channel_count_ * source_.pitch * int64_t(sizeof(T)));
     const int64_t most = larger(1, larger(reach_, smaller(fitting, height)));  // a halo is of one band
     return round_up(larger(reach_, ceil_div(height, ceil_div(height, most))), window);
+  }
+
+  int64_t samples_of_step() const {
+    if (!kKeeps) return ceil_div(kManyThreadStrips * threads_, strips_);
+    const int64_t kept_bytes = bands_ * tile_elements_ * int64_t(sizeof(T)) * (Reduce::kStores ? 1 : 2);
+    return larger(kKeptBytes / kept_bytes, ceil_div(kThreadStrips * threads_, strips_));
   }
 
   bool wants_weight() const { return problem_.conv->grad_weight != nullptr; }
@@ -372,10 +380,10 @@ class ConvBackwardSchedule {
   const int64_t strip_bands_;
   const int64_t strips_;
   const int threads_;
-  const int64_t step_samples_;
   const ConvGradients<T> gradients_;
   const int64_t plane_;
   const int64_t tile_elements_;
+  const int64_t step_samples_;
   const int64_t row_elements_;
   const int64_t packed_elements_;
   const int64_t grad_v_elements_;
