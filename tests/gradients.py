@@ -46,9 +46,10 @@ def hold_gradients(
     bound: float,
     image: str,
     what: object = "",
+    times_eager: float = 2,
 ) -> None:
-    """Each within the bound or, if that is larger, twice eager's own error; both over the gradient's norm or, if that is
-    larger, 1e-3 of the largest parameter gradient's. ``image``: the one that is no parameter's."""
+    """Each within the bound or, if that is larger, so many times eager's own error; both over the gradient's norm or, if
+    that is larger, 1e-3 of the largest parameter gradient's. ``image``: the one that is no parameter's."""
     largest = max([float(g.norm()) for name, g in reference.items() if name != image], default=0.0)
     for name, got in ours.items():
         right = reference[name]
@@ -58,7 +59,7 @@ def hold_gradients(
         def error_of(gradient: Tensor, right: Tensor = right, size: float = size) -> float:
             return float((gradient.to(right.device).double() - right).norm()) / size
 
-        allowed = max(bound, 0.0 if eager is None else 2 * error_of(eager[name]))
+        allowed = max(bound, 0.0 if eager is None else times_eager * error_of(eager[name]))
         error = error_of(got)
         assert error <= allowed, f"gradient of {name}: {error:.2e}, allowed {allowed:.2e} {what}"
 
@@ -172,6 +173,7 @@ def check_conv_gradients(
     wanted: Collection[str] | None = None,
     device: str = "cuda",
     what: object = "",
+    times_eager: float = 2,
 ) -> dict[str, Tensor]:
     """Holds gradients on ``device`` against float64, which is computed where the call's tensors are."""
     direction = smooth_direction(row, call, mode)
@@ -185,7 +187,7 @@ def check_conv_gradients(
         rounded = Call(to_tf32(call.x), to_tf32(call.weight), call.bias, call.own, call.geometry)
     eager = plain_gradients(row, rounded, direction, wanted)
     what = f"{row.conv} {mode} {tuple(call.x.shape)} {what}"
-    hold_gradients(ours, reference, eager, CONV_BOUNDS[mode], "input", what)
+    hold_gradients(ours, reference, eager, CONV_BOUNDS[mode], "input", what, times_eager)
     for name, gradient in ours.items():
         argument = named(there)[name]
         assert gradient.dtype == argument.dtype

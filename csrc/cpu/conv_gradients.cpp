@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "lanes.h"
+#include "statistics.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -20,7 +21,7 @@ FUSEDCONV_INLINE void add_lanes(Vector<T>* sum) {
 }
 
 // sums[c][tap] += sum over pixels of grad_v[c][pixel] * pixels[offset[tap] + pixel], for a block of channels
-// and of taps. Of a band, each lane's sum is in the compute type.
+// and of taps. Each lane's sum is in the compute type, so the pixels are few.
 template <int kTaps, class T>
 void multiply_pixels(const T* pixels, const int64_t* offset, const Tile<T>& grad_v, int64_t rows,
                      int64_t cols, double* sums, int64_t sums_stride) {
@@ -140,11 +141,26 @@ void ConvGradients<T>::advance(const Tile<T>& grad_v, int64_t rows) const {
 template <class T>
 void ConvGradients<T>::add_to_weight(const Taps<T>& input, const Tile<T>& grad_v, int64_t rows,
                                      double* sums) const {
+  const int64_t some_cols = smaller(cols_, kSumPixels);
+  const int64_t some_rows = larger(1, kSumPixels / some_cols);
+  for (int64_t top = 0; top < rows; top += some_rows) {
+    for (int64_t left = 0; left < cols_; left += some_cols) {
+      const int64_t pixel = top * pitch_ + left;
+      const Tile<T> some{grad_v.data + reach_[0] * pitch_ + pixel, plane_, pitch_};
+      multiply({input.pixels + pixel, input.offset, taps_}, some, smaller(some_rows, rows - top),
+               smaller(some_cols, cols_ - left), sums);
+    }
+  }
+}
+
+template <class T>
+void ConvGradients<T>::multiply(const Taps<T>& input, const Tile<T>& grad_v, int64_t rows, int64_t cols,
+                                double* sums) const {
   for (int64_t c = 0; c < channels_; c += kBlockChannels) {
-    const Tile<T> band{grad_v.data + c * plane_ + reach_[0] * pitch_, plane_, pitch_};
+    const Tile<T> block{grad_v.data + c * plane_, plane_, pitch_};
     for (int64_t tap = 0; tap < taps_; tap += kBlockVectors) {
       const MultiplyPixels<T> multiply = multiply_pixels_of<T>(smaller(kBlockVectors, taps_ - tap));
-      multiply(input.pixels, input.offset + tap, band, rows, cols_, sums + c * taps_ + tap, taps_);
+      multiply(input.pixels, input.offset + tap, block, rows, cols, sums + c * taps_ + tap, taps_);
     }
   }
 }

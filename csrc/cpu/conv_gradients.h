@@ -41,6 +41,7 @@ class ConvGradients {
  private:
   void pack_weight();
   void set_offsets();
+  void multiply(const Taps<T>& input, const Tile<T>& grad_v, int64_t rows, int64_t cols, double* sums) const;
 
   const ConvBackward& problem_;
   const int64_t channels_;

@@ -67,16 +67,26 @@ def _words_on_cpu(input: Tensor, weight: Tensor, groups: int) -> str:
     return f"direct, {_C.cpu_isa()}, {products} products for a value"
 
 
-def words_of_gradients_on_cpu(input: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> str:
-    """The same for the conv's gradients. Ours take float32, as float64 is seldom trained in, and stride 1, where the
-    input's gradient is a conv of v's own layout; and no more products than forward does, for the same reason."""
-    words = _words_on_cpu(input, weight, groups)
+# Of input and output channels the fewer. Up to so many our own gradients of the conv are the faster ones; oneDNN's work
+# on whole blocks of 16. Rows of few pixels leave lanes of our vectors idle.
+_MOST_CHANNELS = 12
+_MOST_CHANNELS_OF_NARROW = 4
+_NARROW = 28
+
+
+def words_of_gradients_on_cpu(v: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> str:
+    """Who computes the conv's gradients on the CPU, and why. Ours are in float32 and of stride 1: there the input's
+    gradient is a conv of v's gradient, in the layout that it has."""
+    words = _words_on_cpu(v, weight, groups)
     if not words.startswith("direct"):
         return words
-    if input.dtype is not torch.float32:
-        return f"two-step, {_name(input.dtype)}"
+    if v.dtype is not torch.float32:
+        return f"two-step, {_name(v.dtype)}"
     if tuple(stride) != (1, 1):
         return f"two-step, stride {list(stride)}"
+    channels, columns = min(weight.shape[:2]), v.shape[3]
+    if channels > (_MOST_CHANNELS_OF_NARROW if columns < _NARROW else _MOST_CHANNELS):
+        return f"two-step, {channels} channels, {columns} columns"
     return words
 
 
