@@ -142,7 +142,7 @@ template <class T>
 void ConvGradients<T>::add_to_weight(const Taps<T>& input, const Tile<T>& grad_v, int64_t rows,
                                      double* sums) const {
   const int64_t some_cols = smaller(cols_, kSumPixels);
-  const int64_t some_rows = larger(1, kSumPixels / some_cols);
+  const int64_t some_rows = larger(1, kSumPixels / round_up(some_cols, kLanes<T>));
   for (int64_t top = 0; top < rows; top += some_rows) {
     for (int64_t left = 0; left < cols_; left += some_cols) {
       const int64_t pixel = top * pitch_ + left;

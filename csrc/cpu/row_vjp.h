@@ -39,7 +39,7 @@ struct Rows {
 template <class T, class Visit>
 FUSEDCONV_INLINE void sum_rows(const Rows<T>& rows, ParameterSums<double>& total, const Visit& visit) {
   const int64_t some_cols = smaller(rows.cols, kSumPixels);
-  const int64_t some_rows = larger(1, kSumPixels / some_cols);
+  const int64_t some_rows = larger(1, kSumPixels / round_up(some_cols, kLanes<T>));
   for (int64_t top = 0; top < rows.count; top += some_rows) {
     const int64_t bottom = smaller(top + some_rows, rows.count);
     for (int64_t left = 0; left < rows.cols; left += some_cols) {
