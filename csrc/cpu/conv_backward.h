@@ -23,9 +23,10 @@ inline namespace FUSEDCONV_TARGET {
 constexpr int64_t kBandBytes = 256 * 1024;  // of v's gradient; beside it, its halo and the input stay in L2
 constexpr int64_t kStripRows = 32;          // at least, and so many times what the filter reaches
 constexpr int64_t kStripReaches = 8;
-constexpr int64_t kThreadStrips = 2;       // at least, that a thread takes between two waits for the others
-constexpr int64_t kManyThreadStrips = 16;  // the same where nothing is kept
-constexpr int64_t kKeptBytes = 8 << 20;    // of small samples, so many are taken together
+constexpr int64_t kThreadStrips = 16;         // that a thread takes, roughly, before sums are added up
+constexpr int64_t kKeptStrips = 2;            // the same where all threads wait for each other between passes
+constexpr int64_t kKeptBytes = 8 << 20;       // so much is kept then, at least
+constexpr int64_t kMostKeptBytes = 64 << 20;  // of all threads' samples, where each thread takes whole ones
 
 template <class Chain, class T>
 class ConvBackwardSchedule {
@@ -51,7 +52,9 @@ class ConvBackwardSchedule {
         gradients_(*problem.conv, source_, band_rows_),
         plane_(source_.plane(band_rows_)),
         tile_elements_(channel_count_ * plane_ + kLanes<T>),
+        by_thread_(takes_whole_samples()),
         step_samples_(smaller(samples_, samples_of_step())),
+        slots_(by_thread_ ? threads_ : step_samples_),
         row_elements_(round_up(source_.cols, kLanes<T>)),
         packed_elements_(round_up(source_.prepare(band_rows_), kLanes<T>)),
         grad_v_elements_(round_up(gradients_.grad_v_elements(), kLanes<T>)),
@@ -59,11 +62,11 @@ class ConvBackwardSchedule {
                           larger(kBlockChannels * plane_ + kLanes<T>, gradients_.grad_input_elements())),
         scratch_(threads_ * scratch_elements_),
         pool_rows_(Reduce::kPools ? 3 * threads_ * row_elements_ : 0),
-        v_(kKeeps ? step_samples_ * bands_ * tile_elements_ : 0),
-        spread_(Reduce::kStores ? 0 : step_samples_ * bands_ * tile_elements_),
+        v_(kKeeps ? slots_ * bands_ * tile_elements_ : 0),
+        spread_(Reduce::kStores ? 0 : slots_ * bands_ * tile_elements_),
+        channels_(slots_ * channel_count_),
+        norms_(slots_ * channel_count_),
         moments_(step_samples_ * strips_ * groups_),
-        channels_(step_samples_ * channel_count_),
-        norms_(step_samples_ * channel_count_),
         sums_(step_samples_ * strips_ * channel_count_),
         weight_sums_(wants_weight() ? step_samples_ * strips_ * gradients_.weight_elements() : 0),
         total_(channel_count_),
@@ -73,7 +76,7 @@ class ConvBackwardSchedule {
     for (int64_t c = 0; c < channel_count_; ++c) total_[c] = {};
     if (wants_weight()) clear(weight_total_.data(), gradients_.weight_elements());
     for (int64_t first = 0; first < samples_; first += step_samples_) {
-      run_step({first, smaller(step_samples_, samples_ - first)});
+      run_step(first, smaller(step_samples_, samples_ - first));
     }
     write_weight();
     write(problem_.conv_bias, &Sums::v);
@@ -84,18 +87,20 @@ class ConvBackwardSchedule {
   }
 
  private:
-  // Samples that are taken through all passes together. What is kept of them is numbered from the first on.
-  struct Step {
+  // Samples that are taken through all passes together.
+  struct Samples {
     int64_t first;
-    int64_t samples;
+    int64_t count;
+    int64_t slot;   // of the first one: where all that is kept of it stands
+    int64_t strip;  // the first one of the first sample: where its sums stand
   };
 
-  // Some bands of one sample of a step, and where the strip's sums stand.
+  // Some bands of one sample.
   struct Strip {
-    int64_t sample;  // of the problem
-    int64_t kept;    // of the step
-    int64_t index;   // of the step's strips
-    int64_t begin;   // bands
+    int64_t sample;
+    int64_t slot;
+    int64_t index;  // where its sums stand
+    int64_t begin;
     int64_t end;
   };
 
@@ -107,10 +112,19 @@ class ConvBackwardSchedule {
     return round_up(larger(reach_, ceil_div(height, ceil_div(height, most))), window);
   }
 
+  int64_t kept_bytes() const {
+    return bands_ * tile_elements_ * int64_t(sizeof(T)) * (Reduce::kStores ? 1 : 2);
+  }
+
+  // Otherwise all threads share a sample's strips, and wait for each other after each pass.
+  bool takes_whole_samples() const {
+    const bool shares_are_even = samples_ % threads_ == 0 || samples_ >= 4 * threads_;
+    return kKeeps && shares_are_even && threads_ * kept_bytes() <= kMostKeptBytes;
+  }
+
   int64_t samples_of_step() const {
-    if (!kKeeps) return ceil_div(kManyThreadStrips * threads_, strips_);
-    const int64_t kept_bytes = bands_ * tile_elements_ * int64_t(sizeof(T)) * (Reduce::kStores ? 1 : 2);
-    return larger(kKeptBytes / kept_bytes, ceil_div(kThreadStrips * threads_, strips_));
+    if (by_thread_ || !kKeeps) return ceil_div(kThreadStrips * threads_, strips_);
+    return larger(kKeptBytes / kept_bytes(), ceil_div(kKeptStrips * threads_, strips_));
   }
 
   bool wants_weight() const { return problem_.conv->grad_weight != nullptr; }
@@ -120,36 +134,53 @@ class ConvBackwardSchedule {
     for (int64_t i = 0; i < count; ++i) sums[i] = 0;
   }
 
-  void run_step(const Step& step) const {
-    for (int64_t i = 0; i < step.samples * channel_count_; ++i) {
-      channels_[i] = make_channel<T>(problem_.arguments, i % channel_count_);
-      norms_[i] = {};
-    }
-    const auto for_each_strip = [&](auto pass) {
-      parallel_for(step.samples * strips_, threads_, [&](int64_t i, int worker) {
-        const int64_t begin = i % strips_ * strip_bands_;
-        pass(Strip{step.first + i / strips_, i / strips_, i, begin, smaller(bands_, begin + strip_bands_)},
-             worker);
+  void run_step(int64_t first, int64_t count) const {
+    if (by_thread_) {
+      parallel_for(count, threads_, [&](int64_t n, int worker) {
+        run_passes({first + n, 1, worker, n * strips_}, [&](int64_t strips, const auto& pass) {
+          for (int64_t i = 0; i < strips; ++i) pass(i, worker);
+        });
       });
+    } else {
+      run_passes({first, count, 0, 0},
+                 [&](int64_t strips, const auto& pass) { parallel_for(strips, threads_, pass); });
+    }
+    add_up(count * strips_);
+  }
+
+  // `loop(count, pass)` calls pass(i, worker) for each of so many strips.
+  template <class Loop>
+  void run_passes(const Samples& some, const Loop& loop) const {
+    for (int64_t i = 0; i < some.count * channel_count_; ++i) {
+      channels_[some.slot * channel_count_ + i] = make_channel<T>(problem_.arguments, i % channel_count_);
+      norms_[some.slot * channel_count_ + i] = {};
+    }
+    for (int64_t i = 0; i < some.count * strips_ * channel_count_; ++i) {
+      sums_[some.strip * channel_count_ + i] = {};
+    }
+    const auto for_each_strip = [&](const auto& pass) {
+      loop(some.count * strips_, [&](int64_t i, int worker) { pass(strip(some, i), worker); });
     };
-    for (int64_t i = 0; i < step.samples * strips_ * channel_count_; ++i) sums_[i] = {};
     if constexpr (kKeeps) {
       for_each_strip([&](const Strip& strip, int worker) { measure(strip, worker); });
-      if constexpr (Chain::kNeedsStatistics) set_norms(step);
+      if constexpr (Chain::kNeedsStatistics) set_norms(some);
       for_each_strip([&](const Strip& strip, int worker) { spread(strip, worker); });
-      if constexpr (Chain::kNeedsStatistics) set_norm_gradients(step);
+      if constexpr (Chain::kNeedsStatistics) set_norm_gradients(some);
     }
     const bool wants_pre =
         Chain::Pre::kReadsChannel && (problem_.bias != nullptr || problem_.scale != nullptr);
     const bool wants_all = !Chain::kNeedsStatistics;  // no sums were made yet
-    if (problem_.wants_v || wants_pre || wants_all) {
-      for_each_strip([&](const Strip& strip, int worker) { finish(strip, worker); });
-    }
-    add_up(step);
+    if (!problem_.wants_v && !wants_pre && !wants_all) return;
+    for_each_strip([&](const Strip& strip, int worker) { finish(strip, worker); });
   }
 
   // ---- places
 
+  Strip strip(const Samples& some, int64_t i) const {
+    const int64_t n = i / strips_;
+    const int64_t begin = i % strips_ * strip_bands_;
+    return {some.first + n, some.slot + n, some.strip + i, begin, smaller(bands_, begin + strip_bands_)};
+  }
   Place place(const Strip& strip, int64_t row, int64_t rows) const {
     return {strip.sample, 0, channel_count_, row, larger(0, smaller(rows, source_.rows - row))};
   }
@@ -157,7 +188,7 @@ class ConvBackwardSchedule {
 
   // From a row on, which stands in one of the bands that are kept.
   Tile<T> kept(const Buffer<T>& tiles, const Strip& strip, int64_t row) const {
-    const int64_t tile = strip.kept * bands_ + row / band_rows_;
+    const int64_t tile = strip.slot * bands_ + row / band_rows_;
     return {tiles.data() + tile * tile_elements_ + row % band_rows_ * source_.pitch, plane_, source_.pitch};
   }
 
@@ -188,7 +219,7 @@ class ConvBackwardSchedule {
         source_.load(part, Tile<T>{v.data + first * plane_, plane_, v.pitch}, packed(worker));
         if constexpr (Chain::kNeedsStatistics) {
           for (int64_t c = first; c < first + part.channels; ++c) {
-            const Channel<T> channel = channels_[strip.kept * channel_count_ + c];
+            const Channel<T> channel = channels_[strip.slot * channel_count_ + c];
             Moments& of_group = moments[c / group_channels_];
             of_group =
                 combine(of_group, moments_of(v.data + c * plane_, v.pitch, where.rows, source_.cols,
@@ -199,14 +230,14 @@ class ConvBackwardSchedule {
     }
   }
 
-  void set_norms(const Step& step) const {
-    for (int64_t n = 0; n < step.samples; ++n) {
+  void set_norms(const Samples& some) const {
+    for (int64_t n = 0; n < some.count; ++n) {
+      const int64_t strip = some.strip + n * strips_;
       for (int64_t g = 0; g < groups_; ++g) {
         Moments all{};
-        for (int64_t s = n * strips_; s < (n + 1) * strips_; ++s)
-          all = combine(all, moments_[s * groups_ + g]);
+        for (int64_t s = strip; s < strip + strips_; ++s) all = combine(all, moments_[s * groups_ + g]);
         const int64_t first = g * group_channels_;
-        const int64_t at = n * channel_count_ + first;
+        const int64_t at = (some.slot + n) * channel_count_ + first;
         set_statistics<Chain>(problem_.arguments, all, first, group_channels_, channels_.data() + at,
                               norms_.data() + at);
       }
@@ -220,7 +251,7 @@ class ConvBackwardSchedule {
       if (where.rows == 0) return;
       if constexpr (Reduce::kReducesChannels) spread_to_channels(strip, where);
       for (int64_t c = 0; c < channel_count_; ++c) {
-        const int64_t at = strip.kept * channel_count_ + c;
+        const int64_t at = strip.slot * channel_count_ + c;
         if constexpr (Reduce::kPools) unpool(strip, where, c, worker);
         if constexpr (Chain::kNeedsStatistics) {
           const Tile<T> v = kept(v_, strip, where.row);
@@ -240,7 +271,7 @@ class ConvBackwardSchedule {
         const int64_t at = r * source_.pitch + w;
         spread_over_channels<Chain>(v.data + at, grad + w, to.data + at, plane_,
                                     smaller(kSpreadPixels, source_.cols - w), channel_count_,
-                                    channels_.data() + strip.kept * channel_count_);
+                                    channels_.data() + strip.slot * channel_count_);
       }
     }
   }
@@ -253,21 +284,22 @@ class ConvBackwardSchedule {
     const T* grad = grad_ + (first_row + where.row / window[0]) * (source_.cols / window[1]);
     spread_over_windows<Chain>(kept(v_, strip, where.row).data + c * plane_, grad,
                                kept(spread_, strip, where.row).data + c * plane_, where.rows, source_.cols,
-                               source_.pitch, window, channels_[strip.kept * channel_count_ + c], pool_rows);
+                               source_.pitch, window, channels_[strip.slot * channel_count_ + c], pool_rows);
   }
 
-  void set_norm_gradients(const Step& step) const {
+  void set_norm_gradients(const Samples& some) const {
     const Buffer<Sums> of_group(group_channels_);
-    for (int64_t n = 0; n < step.samples; ++n) {
+    for (int64_t n = 0; n < some.count; ++n) {
+      const int64_t strip = some.strip + n * strips_;
       for (int64_t first = 0; first < channel_count_; first += group_channels_) {
         for (int64_t c = 0; c < group_channels_; ++c) {
           of_group[c] = {};
-          for (int64_t s = n * strips_; s < (n + 1) * strips_; ++s) {
+          for (int64_t s = strip; s < strip + strips_; ++s)
             add(sums_[s * channel_count_ + first + c], of_group[c]);
-          }
         }
         set_norm_gradient(problem_.arguments, of_group.data(), first, group_channels_,
-                          source_.rows * source_.cols, norms_.data() + n * channel_count_ + first);
+                          source_.rows * source_.cols,
+                          norms_.data() + (some.slot + n) * channel_count_ + first);
       }
     }
   }
@@ -303,7 +335,7 @@ class ConvBackwardSchedule {
     for_each_part(where, [&](const Place& part, int64_t first) {
       const Tile<T> v = v_of(strip, part, worker);
       for (int64_t c = first; c < first + part.channels; ++c) {
-        const int64_t at = strip.kept * channel_count_ + c;
+        const int64_t at = strip.slot * channel_count_ + c;
         Sums unused{};
         write_gradient<Chain>(rows(strip, where, c, v.data + (c - first) * plane_), channels_[at], norms_[at],
                               to + c * gradients_.plane(), source_.pitch, sums ? sums[c] : unused);
@@ -342,15 +374,15 @@ class ConvBackwardSchedule {
 
   // ---- sums
 
-  void add_up(const Step& step) const {
-    for (int64_t s = 0; s < step.samples * strips_; ++s) {
+  void add_up(int64_t strips) const {
+    for (int64_t s = 0; s < strips; ++s) {
       for (int64_t c = 0; c < channel_count_; ++c) add(sums_[s * channel_count_ + c], total_[c]);
     }
     if (!wants_weight()) return;
     const int64_t count = gradients_.weight_elements();
     parallel_for(channel_count_, threads_, [&](int64_t c, int) {
       const int64_t taps = gradients_.taps();
-      for (int64_t s = 0; s < step.samples * strips_; ++s) {
+      for (int64_t s = 0; s < strips; ++s) {
         for (int64_t i = c * taps; i < (c + 1) * taps; ++i) weight_total_[i] += weight_sums_[s * count + i];
       }
     });
@@ -383,7 +415,9 @@ class ConvBackwardSchedule {
   const ConvGradients<T> gradients_;
   const int64_t plane_;
   const int64_t tile_elements_;
+  const bool by_thread_;
   const int64_t step_samples_;
+  const int64_t slots_;
   const int64_t row_elements_;
   const int64_t packed_elements_;
   const int64_t grad_v_elements_;
@@ -391,12 +425,13 @@ class ConvBackwardSchedule {
   // For each thread.
   const Buffer<T> scratch_;
   const Buffer<T> pool_rows_;
-  // For each sample of a step: its bands, strips or channels.
+  // For each slot: a sample's bands, or channels.
   const Buffer<T> v_;
   const Buffer<T> spread_;
-  const Buffer<Moments> moments_;
   const Buffer<Channel<T>> channels_;
   const Buffer<NormGradient<T>> norms_;
+  // For each strip of a step.
+  const Buffer<Moments> moments_;
   const Buffer<Sums> sums_;
   const Buffer<double> weight_sums_;
   // Of all samples.
