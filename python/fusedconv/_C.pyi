@@ -64,8 +64,9 @@ class Backward:
         C elements; it is in float64 where v is, else in float32, and so is the weight's."""
 
     def on_cpu(self, pointers: Sequence[int], gradients: Sequence[int], grad_v: int, threads: int, /) -> None:
-        """For float32 or float64, which all of v and the gradients have. ``gradients``: pointers, in the order of the
-        names. ``grad_v`` is overwritten whether v's gradient is wanted or not; where nothing is reduced it may be v."""
+        """For float32 or float64, which all of v and the gradients have; with a conv for float32 and stride 1.
+        ``gradients``: pointers, in the order of the names. ``grad_v`` is overwritten whether v's gradient is wanted or
+        not; where nothing is reduced it may be v; where there is a conv it is 0."""
 
     def prepare_cuda(self, device: int, /) -> tuple[int, str]:
         """As a launch's. -1: only the chain's part runs here, on a v that is given."""

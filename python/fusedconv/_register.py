@@ -338,8 +338,8 @@ class Backward:
 
     It is like ``torch.empty_like(argument)``, or has no elements where the mask, with an entry for each, does
     not ask for it: Inductor takes no undefined tensors, ``is_grads_batched`` no list of those wanted.
-    v is computed again. On CUDA all of it is ours where the conv's kernels serve. Elsewhere PyTorch has the conv's
-    part, and a kernel the chain's: on the CPU in float32 and float64. On other devices, and for double backward, the
+    v is computed again. All of it is ours where the conv's kernels serve. Elsewhere PyTorch has the conv's part, and
+    a kernel the chain's: on the CPU in float32 and float64. On other devices, and for double backward, the
     chain's part is the reference's.
     """
 
