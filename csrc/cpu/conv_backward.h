@@ -24,6 +24,7 @@ constexpr int64_t kBandBytes = 256 * 1024;  // of v's gradient; beside it, its h
 constexpr int64_t kStripRows = 32;          // at least, and so many times what the filter reaches
 constexpr int64_t kStripReaches = 8;
 constexpr int64_t kThreadStrips = 16;         // that a thread takes, roughly, before sums are added up
+constexpr int64_t kSumsBytes = 32 << 20;      // of their weight's sums; but one strip a thread
 constexpr int64_t kKeptStrips = 2;            // the same where all threads wait for each other between passes
 constexpr int64_t kKeptBytes = 8 << 20;       // so much is kept then, at least
 constexpr int64_t kMostKeptBytes = 64 << 20;  // of all threads' samples, where each thread takes whole ones
@@ -123,7 +124,10 @@ class ConvBackwardSchedule {
   }
 
   int64_t samples_of_step() const {
-    if (by_thread_ || !kKeeps) return ceil_div(kThreadStrips * threads_, strips_);
+    if (by_thread_ || !kKeeps) {
+      const int64_t fitting = kSumsBytes / (gradients_.weight_elements() * int64_t(sizeof(double)));
+      return ceil_div(smaller(kThreadStrips * threads_, larger(threads_, fitting)), strips_);
+    }
     return larger(kKeptBytes / kept_bytes(), ceil_div(kKeptStrips * threads_, strips_));
   }
 
