@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chains_table import BY_NAME, CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
 from cuda_conv import forget
-from fusedconv import _C, _conv, _register
+from fusedconv import _C, _conv, _launch, _register
 from gradients import check_gradients, gradients
 from helpers import GRADIENT_BOUNDS, SIZES, failure, new_process, on, profile, same_bits
 
@@ -45,6 +45,7 @@ dtypes_of_devices = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def _kernels_on_small_maps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_register, "_LEAST_PIXELS", 1)
+    monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
     forget()
     yield
     forget()

@@ -40,6 +40,7 @@ VALUES: dict[str, Sequence[Any]] = {
 def _wherever_they_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Our gradients run also where they are not the faster ones."""
     monkeypatch.setattr(_register, "_LEAST_PIXELS", 1)
+    monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
     for limit in ("_MOST_CHANNELS", "_MOST_CHANNELS_OF_NARROW", "_MOST_PRODUCTS"):
         monkeypatch.setattr(_launch, limit, 2**20)
     forget()
@@ -228,6 +229,7 @@ def test_where_our_gradients_run(
 ) -> None:
     """Otherwise PyTorch's conv backward does."""
     monkeypatch.undo()
+    monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
     caplog.set_level("DEBUG", logger="fusedconv")
     forget()
 
@@ -246,6 +248,8 @@ def test_where_our_gradients_run(
     assert not ours(Case(2, (8, 64), (10, 10), groups=8))  # few pixels
     assert not ours(Case(2, (8, 64), (40, 40), groups=8), dtype=torch.float64)
     assert not ours(Case(2, (8, 64), (40, 40), groups=8), stride=2)
+    monkeypatch.setattr(_launch, "_GRADIENTS_ON", ())
+    assert not ours(Case(2, (8, 64), (41, 41), groups=8))  # another call: the first one's launch is prepared
 
 
 # ---- instruction sets ----------------------------------------------------------------------------
@@ -260,6 +264,7 @@ from gradients import check_conv_gradients
 
 assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()
 _register._LEAST_PIXELS = 1
+_launch._GRADIENTS_ON = _C.cpu_isas()
 _launch._MOST_CHANNELS = _launch._MOST_CHANNELS_OF_NARROW = 99
 for row in CONV_ROWS:
     for case in (
