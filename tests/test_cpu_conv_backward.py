@@ -70,7 +70,7 @@ def test_gradients_of_random_calls(
         channels = case.channels[1]
         case = replace(case, groups=1 if channels % 2 else channels // 2, has_bias=not row.has_norm)
         call = draw(row, case, torch.float32, "cpu")
-        check_conv_gradients(row, call, IEEE, layout=layout, device="cpu", what=case, times_eager=4)
+        check_conv_gradients(row, call, IEEE, layout=layout, device="cpu", what=case)
         (told,) = [text for text in caplog.messages if "backward" in text] or ["an earlier call's launch"]
         assert "with the conv's gradients" in told or "earlier" in told
 
@@ -108,7 +108,7 @@ def test_gradients_survive_a_large_mean(row: Row) -> None:
         own = own | {"bias": torch.full((12, 1, 1), -9.0)}
     x = 1 + call.x / 3
     call = Call(x, weight, None, own, call.geometry)
-    check_conv_gradients(row, call, IEEE, device="cpu", times_eager=4)
+    check_conv_gradients(row, call, IEEE, device="cpu")
 
 
 @conv_rows

@@ -257,7 +257,7 @@ def plain_like(row: Row, call: Call) -> Tensor:
 @modes
 @conv_rows
 def test_same_bits_in_each_run(row: Row, mode: Mode) -> None:
-    call = draw(row, Case(5, (8, 64), (70, 126), padding=(1, 1), groups=16), mode.dtype)
+    call = draw(row, Case(5, (8, 64), (70, 126), padding=(1, 1), groups=16, pool=(4, 4)), mode.dtype)
     direction = torch.randn_like(plain_like(row, call))
     first = conv_gradients(row, call, mode, direction)
     for _ in range(9):
@@ -299,7 +299,7 @@ COMPUTES = (
 @conv_rows
 def test_wide_maps_run_in_strips(run: Runner, row: Row) -> None:
     forget()
-    call = draw(row, Case(2, (8, 64), (20, 130), groups=16), IEEE.dtype)
+    call = draw(row, Case(2, (8, 32), (20, 130), groups=16, pool=(4, 4)), IEEE.dtype)
     conv_gradients(row, call, IEEE, torch.randn_like(plain_like(row, call)))
     said = [text for text in run.said() if f"{row.conv} backward" in text]
     assert said
@@ -490,6 +490,54 @@ def test_small_weights_have_exact_gradients(ratio: float, width: int) -> None:
         assert float((ours[of] - right[of]).norm()) <= GRADIENT_BOUNDS[torch.float32] * float(
             right[of].norm()
         )
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**20])
+@widths
+@conv_rows
+def test_weights_of_uneven_size_within_a_channel(row: Row, width: int, factor: float) -> None:
+    """One scale would cost digits where the pixels of the small weights are large: there plain arithmetic serves."""
+    call = draw(row, Case(2, (8, 32), (20, width), groups=8), IEEE.dtype)
+    call.weight[:3, 5] *= 2.0**-20
+    call.weight[3] = 0
+    call.weight[3, 5] = 2.0**-20
+    call.x[:, 5] *= factor
+    check_conv_gradients(row, call, IEEE)
+
+
+@widths
+def test_an_input_near_the_largest_float(width: int) -> None:
+    """v is finite, but not times the scale of the weights."""
+    row = BY_NAME["relu_hardswish"]
+    call = draw(row, Case(2, (8, 64), (20, width)), IEEE.dtype)
+    call = Call(call.x * 1e34, call.weight / 8, None, call.own, call.geometry)
+    direction = torch.randn_like(plain_like(row, call))
+    found = conv_gradients(row, call, IEEE, direction, {"input"})["input"].double()
+    right = plain_gradients(row, call.map(Tensor.double), direction, {"input"})["input"]
+    assert float((found - right).norm()) <= 1e-5 * float(right.norm())
+
+
+@pytest.mark.parametrize("width", [69, 70])
+@conv_rows
+def test_a_gradient_that_starts_anywhere(row: Row, width: int) -> None:
+    call = draw(row, Case(2, (8, 32), (20, width), groups=8), IEEE.dtype)
+    direction = torch.randn_like(plain_like(row, call))
+    right = conv_gradients(row, call, IEEE, direction)
+    moved = torch.empty(direction.numel() + 1, device="cuda")[1:].view_as(direction).copy_(direction)
+    found = conv_gradients(row, call, IEEE, moved)
+    assert all(same_bits(found[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("row", [r for r in CONV_ROWS if r.has_norm], ids=lambda row: row.chain)
+def test_more_samples_than_a_step_takes(row: Row) -> None:
+    """What has to be known of the conv before strips is found 128 MB at a time."""
+    call = draw(row, Case(70, (8, 8), (258, 258), groups=2, pool=(4, 4)), IEEE.dtype)
+    direction = torch.randn_like(plain_like(row, call))
+    together = conv_gradients(row, call, IEEE, direction, {"input"})["input"]
+    for i in (0, 69):
+        alone = Call(call.x[i : i + 1].clone(), call.weight, call.bias, call.own, call.geometry)
+        found = conv_gradients(row, alone, IEEE, direction[i : i + 1], {"input"})["input"]
+        assert same_bits(found[0], together[i]), i
 
 
 # ---- values that are not finite, freed tensors ---------------------------------------------------

@@ -6,8 +6,8 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// No operator's: backward computes a conv's output again by it, with the bits that forward saw where
-// forward's conv was ours.
+// No operator's: backward computes a conv's output again by it, but in strips, with the bits that forward saw
+// where forward's conv was ours.
 using Identity = Chain<Sequence<>, NoNorm, Sequence<>, Store, Sequence<>>;
 
 using ReluHardswish = Chain<Sequence<Relu, Hardswish>, NoNorm, Sequence<>, Store, Sequence<>>;

@@ -29,6 +29,7 @@ struct BackwardWork {
   int64_t channels;
   int64_t pixels;  // of a plane
   int width;       // elements of a load: kWidth or 1
+  bool has_pairs;  // rows of grad are whole pairs; known in strips only
   Elements v;
   Elements grad;    // of the chain's output
   Elements grad_v;  // without memory where nobody wants it

@@ -1,6 +1,5 @@
 // Backward of a chain with its conv: computes v again, then the chain's gradients and the conv's. In strips
-// where that serves, else a few samples at a time: so the memory that it takes hardly grows with the batch,
-// by sums of each row. Reads from top to bottom.
+// where that serves, else a few samples at a time. Reads from top to bottom.
 #pragma once
 
 #include "conv_chain.cuh"
@@ -191,17 +190,20 @@ struct ChainBackward {
 
   static cudaError_t load(const cuda::Card& card) {
     if (const cudaError_t status = TensorBackward<Chain>::load()) return status;
-    if constexpr (!kHasConv) return cudaSuccess;
-    using Run = BackwardRun<Chain, float>;
-    if (const cudaError_t status = Run::load_packing(card)) return status;
-    if (const cudaError_t status = Run::load_strips(card)) return status;
-    return ConvGradients::load(card);
+    if constexpr (kHasConv) {
+      using Run = BackwardRun<Chain, float>;
+      if (const cudaError_t status = Run::load_packing(card)) return status;
+      if (const cudaError_t status = Run::load_strips(card)) return status;
+      return ConvGradients::load(card);
+    } else {
+      return cudaSuccess;
+    }
   }
 
  private:
   static cuda::BackwardPlan plan_with_conv(const BackwardProblem& problem, const cuda::Card& card) {
     std::string reason = reason_against_gradients(problem, card);
-    if (reason.empty() && reason_against_strips(problem, card).empty()) {
+    if (reason.empty() && may_run_in_strips(problem, card)) {
       const cuda::BackwardPlan plan = plan_strips(problem, card);
       if (plan.runs) return plan;
     }
@@ -212,12 +214,13 @@ struct ChainBackward {
 
   static cuda::BackwardPlan plan_strips(const BackwardProblem& problem, const cuda::Card& card) {
     const int64_t samples = problem.v.size[0];
-    cuda::BackwardPlan plan{true, "direct"};
+    // Without a norm there is nothing to find: this only tells whether forward's conv is ours.
+    cuda::BackwardPlan plan{true, "",
+                            ConvChain<Chain>::plan_findings(chain_problem<Chain>(problem, 0, samples), card)};
+    plan.reason = plan.conv.reason;
+    plan.runs = plan.conv.source != cuda::ConvSource::kNone && has_large_windows(problem);
+    if (!plan.runs) return plan;
     if constexpr (Chain::kNeedsStatistics) {
-      plan.conv = ConvChain<Chain>::plan_findings(chain_problem<Chain>(problem, 0, samples), card);
-      plan.reason = plan.conv.reason;
-      plan.runs = plan.conv.source != cuda::ConvSource::kNone;
-      if (!plan.runs) return plan;
       const size_t of_sample = ConvChain<Chain>::workspace(chain_problem<Chain>(problem, 0, 1), plan.conv);
       plan.step_samples = std::clamp<int64_t>(kStepBytes / int64_t(of_sample), 1, samples);
     }
@@ -225,6 +228,13 @@ struct ChainBackward {
     plan.reason += ", strips of " + std::to_string(kStripPixels) + " pixels";
     plan.workspace = StripBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
     return plan;
+  }
+
+  // Of a pool each window has a line in tables of the whole batch: of small ones they would have the size of
+  // v.
+  static bool has_large_windows(const BackwardProblem& problem) {
+    constexpr int64_t kLeast = 8;
+    return !Chain::Reduce::kPools || problem.arguments.pool[0] * problem.arguments.pool[1] >= kLeast;
   }
 
   static cuda::BackwardPlan plan_packed(const BackwardProblem& problem, const cuda::Card& card) {

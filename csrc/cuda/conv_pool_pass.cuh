@@ -41,6 +41,7 @@ class PoolPass : public PassBase {
   __device__ float direction(int c) const {
     Channel<float> channel = make_channel<float>(p_.arguments, c);
     set_norm(channel, p_.arguments, c, 0.0, 1.0);
+    channel.norm_shift = 0;  // beside a large one nothing of the slope would be left
     const auto value = [&](float x) {
       return Chain::Post::value(Chain::Norm::value(x, channel), x, channel);
     };
@@ -106,7 +107,7 @@ class PoolPass : public PassBase {
           const int slot = r * t.stack_channels / kRows;  // r / stack
           const float* from = staging() + (r & (t.stack - 1)) * t.stack_channels * kRowPitch +
                               warp() * kRowPitch + slot * (t.pitch / kUnit) + i * width;
-          windows.row = (tile.row + r - (first_row + window) * window_rows) * width;
+          windows.start_row((tile.row + r - (first_row + window) * window_rows) * width);
           width % 2 == 0 ? take_larger<2, kRowPitch>(windows, from, width)
                          : take_larger<1, kRowPitch>(windows, from, width);
         }
@@ -120,12 +121,12 @@ class PoolPass : public PassBase {
   // A thread's: the value so far of each of its channels, whose larger one wins times sign.
   struct LargestWindows {
     float most[kWarpChannels];
-    int row;  // not used
 
     __device__ explicit LargestWindows(const PoolPass&) {
 #pragma unroll
       for (float& x : most) x = -INFINITY;
     }
+    __device__ void start_row(int) {}
     __device__ void take(int k, float x, int) { most[k] = maximum(most[k], x); }
   };
 
@@ -134,7 +135,7 @@ class PoolPass : public PassBase {
     float most[kWarpChannels];
     int place[kWarpChannels];
     float sign[kWarpChannels];
-    int row;  // the place of a row's first value
+    int row_place;  // of a row's first value
 
     __device__ explicit PlacedWindows(const PoolPass& pass) {
 #pragma unroll
@@ -145,7 +146,8 @@ class PoolPass : public PassBase {
       }
       pass.for_each_channel([&](int k, int c) { sign[k] = pass.signs()[c]; });
     }
-    __device__ void take(int k, float x, int col) { take_placed(k, x, row + col); }
+    __device__ void start_row(int place) { row_place = place; }
+    __device__ void take(int k, float x, int col) { take_placed(k, x, row_place + col); }
     __device__ void take_placed(int k, float x, int at) {
       if (place[k] >= 0 && !(sign[k] * x > sign[k] * most[k]) && x == x) return;
       most[k] = x;

@@ -95,11 +95,13 @@ class StripConv {
   }
 
   __device__ bool is_plain(int row) const {
-    bool is_plain = shared_.weights_are_plain != 0;
+    bool is_right = shared_.weights_are_finite != 0;
 #pragma unroll
-    for (int down = 0; down < kTaps; ++down)
-      is_plain |= shared_.input_is_finite[(row + down) % kStripInputRows] == 0;
-    return is_plain;
+    for (int down = 0; down < kTaps; ++down) {
+      const int4 of_warps = shared_.input_is_right[(row + down) % kStripInputRows];
+      is_right &= (of_warps.x & of_warps.y & of_warps.z & of_warps.w) != 0;
+    }
+    return !is_right;
   }
 
   // Where infinities and NaN must mean what they mean in PyTorch, or one scale would cost digits.
@@ -123,13 +125,14 @@ class StripConv {
     for (int tap = 0; tap < kTaps * kTaps; ++tap) {
       const int y = row + tap / kTaps - shape.padding[0];
       const int x = col + tap % kTaps - shape.padding[1];
-      if (y < 0 || y >= shape.in_size[0] || x < 0 || x >= shape.in_size[1]) continue;
+      // The padding's zeros count: times infinity they are NaN.
+      const bool exists = y >= 0 && y < shape.in_size[0] && x >= 0 && x < shape.in_size[1];
       const int64_t* const of_input = work.input.stride;
       const int64_t* const of_weight = work.weight.stride;
       int64_t from = sample * of_input[0] + y * of_input[2] + x * of_input[3];
       int64_t at = channel * of_weight[0] + tap / kTaps * of_weight[2] + tap % kTaps * of_weight[3];
       for (int c = 0; c < shape.in_channels; ++c, from += of_input[1], at += of_weight[1])
-        sum = fmaf(load_values<float, 1>(input, from).element[0],
+        sum = fmaf(exists ? load_values<float, 1>(input, from).element[0] : 0.0f,
                    load_values<float, 1>(weight, at).element[0], sum);
     }
     return sum + value_of<float>(work.bias, channel);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <string>
 
 #include "strip_work.cuh"
 #include "workspace.cuh"
@@ -11,19 +10,29 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Why strips do not serve what reason_against_gradients() has nothing against; empty if they do.
-inline std::string reason_against_strips(const BackwardProblem& problem, const cuda::Card& card) {
+// That hold so many channels of the output: 2 or 4.
+inline int out_tiles_for(int channels) {
+  return channels > kMostOutTiles / 2 * kWarpChannels ? kMostOutTiles : kMostOutTiles / 2;
+}
+
+inline size_t strip_shared_bytes(int out_tiles) {
+  return out_tiles == kMostOutTiles ? sizeof(StripShared<kMostOutTiles>)
+                                    : sizeof(StripShared<kMostOutTiles / 2>);
+}
+
+// Whether strips serve what reason_against_gradients() has nothing against.
+inline bool may_run_in_strips(const BackwardProblem& problem, const cuda::Card& card) {
   const ConvShape shape = conv_shape(problem);
-  if (shape.in_channels > kUnitChannels) return "more than 8 input channels";
-  if (shape.out_channels > kMostOutTiles * kWarpChannels) return "more than 64 output channels";
-  if (shape.kernel[0] != kTaps || shape.kernel[1] != kTaps) return "no kernel of 3x3";
+  if (shape.in_channels > kUnitChannels || shape.out_channels > kMostOutTiles * kWarpChannels) return false;
+  if (shape.kernel[0] != kTaps || shape.kernel[1] != kTaps) return false;
+  // Offsets within a sample, and units, are counted in 31 bits.
   const int64_t samples = problem.v.size[0];
-  if (std::max(element_count(problem.v), element_count(problem.conv->input)) / samples > INT32_MAX)
-    return "samples of more than 2^31 elements";
-  if (samples * shape.out_size[0] * shape.out_size[1] / kHalo > INT32_MAX) return "more than 2^31 strips";
+  if (std::max(element_count(problem.v), element_count(problem.conv->input)) / samples > INT32_MAX ||
+      samples * shape.out_size[0] * shape.out_size[1] / kHalo > INT32_MAX)
+    return false;
   // Of a strip half at least should be pixels.
-  if (2 * shape.out_size[1] < kStripPixels) return "narrow rows";
-  return sizeof(StripShared<kMostOutTiles>) > size_t(card.shared_bytes) ? "shared memory" : "";
+  if (2 * shape.out_size[1] < kStripPixels) return false;
+  return strip_shared_bytes(out_tiles_for(shape.out_channels)) <= size_t(card.shared_bytes);
 }
 
 class StripGradients {
@@ -76,12 +85,12 @@ class StripGradients {
   // Segments as let all blocks end soonest.
   static StripPlan plan(const ConvShape& shape, int64_t samples, const cuda::Card& card) {
     constexpr int kLeastRows = 6;
+    constexpr int kMostSegments = 64;
     StripPlan best{};
-    best.out_tiles =
-        shape.out_channels > kMostOutTiles / 2 * kWarpChannels ? kMostOutTiles : kMostOutTiles / 2;
+    best.out_tiles = out_tiles_for(shape.out_channels);
     best.strips = pieces(shape.out_size[1], kStripPixels);
     int64_t least = 0;
-    for (int segments = 1;; ++segments) {
+    for (int segments = 1; segments <= kMostSegments; ++segments) {
       const int rows = (shape.out_size[0] + (segments - 1) * kHalo + segments - 1) / segments;
       if (segments > 1 && rows < kLeastRows) break;
       const int64_t units = samples * best.strips * pieces(shape.out_size[0], rows);

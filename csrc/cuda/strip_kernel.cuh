@@ -47,8 +47,9 @@ __device__ void run_sum_warps(const StripWork& work, StripShared<kOutTiles>& sha
         }
         if (next + 1 < inputs) input.measure(next + 1);
       },
-      [](const StripUnit&) {});
-  if (work.slots != nullptr) weight.write();
+      [&](const StripUnit&) {
+        if (work.slots != nullptr) weight.end_unit();
+      });
 }
 
 template <class Chain, int kOutTiles>

@@ -40,7 +40,7 @@ class StripSpread<Chain, kChunks, Store> {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-      for (GradientPair& pair : pair_[c]) pair.widen(work_.width > 1, work_.grad.dtype == DType::kBFloat16);
+      for (GradientPair& pair : pair_[c]) pair.widen(work_.has_pairs, work_.grad.dtype == DType::kBFloat16);
     }
   }
 
@@ -52,7 +52,7 @@ class StripSpread<Chain, kChunks, Store> {
   // Where rows are whole pairs, two at once.
   template <class Word>
   __device__ void load_words(int64_t offset) {
-    const bool is_pair = work_.width > 1;
+    const bool is_pair = work_.has_pairs;
     const int last = shape_.out_size[1] - (is_pair ? 2 : 1);
     const int col = min(place_.col, last);
     const int next = min(place_.col + 1, last);

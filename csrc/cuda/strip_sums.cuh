@@ -9,6 +9,7 @@ inline namespace FUSEDCONV_TARGET {
 
 // Which of the sum warps' threads this is.
 __device__ inline int sum_thread() { return threadIdx.x - kTileThreads; }
+__device__ inline int sum_warp() { return sum_thread() / kWarpThreads; }
 
 // Rows of the input on their way to shared memory: loaded in one step, packed in the next one.
 template <int kOutTiles>
@@ -41,7 +42,8 @@ class StripInput {
       }
     });
     largest = {largest_of_warp(largest.x), largest_of_warp(largest.y)};
-    if (lane_of_thread() == 0) shared_.input_largest[row & 1][sum_thread() / kWarpThreads] = largest;
+    if (lane_of_thread() == 0) shared_.input_largest[row & 1][sum_warp()] = largest;
+    if (shared_.weights_are_wide) measure_channels(row);
   }
 
   // Packs the row that was loaded and measured.
@@ -53,10 +55,10 @@ class StripInput {
     }
     const int exponent = scale_exponent(largest.x);
     const int place = row % kStripInputRows;
-    if (sum_thread() == 0) {
-      shared_.input_exponents[place] = exponent;
-      shared_.input_is_finite[place] = largest.y < kInfinityBits;
-    }
+    if (sum_thread() == 0) shared_.input_exponents[place] = exponent;
+    constexpr unsigned kMostBits = (127u + 96) << 23;  // beyond, v times the weights' scale may be infinite
+    const bool is_right = largest.y < kMostBits && !(shared_.weights_are_wide && loses_digits(row, exponent));
+    if (lane_of_thread() == 0) (&shared_.input_is_right[place].x)[sum_warp()] = is_right;
     const float scale = power_of_two(exponent);
     for_each_unit([&](int k, int col) {
       float x[kUnitChannels];
@@ -71,6 +73,35 @@ class StripInput {
   }
 
  private:
+  // Of the row that was loaded, the largest value of each channel.
+  __device__ void measure_channels(int row) {
+#pragma unroll
+    for (int c = 0; c < kUnitChannels; ++c) {
+      unsigned of_thread = 0;
+      for_each_unit(
+          [&](int k, int) { of_thread = max(of_thread, finite_magnitude(__uint_as_float(word_[k][c]))); });
+      const unsigned of_warp = largest_of_warp(of_thread);
+      if (lane_of_thread() == 0) shared_.input_magnitudes[row & 1][c][sum_warp()] = of_warp;
+    }
+  }
+
+  // As in conv_rows.cuh: whether the largest products of a channel of the output, of those that a warp looks
+  // at, are much smaller than the row's largest value times the channel's largest weight.
+  __device__ bool loses_digits(int row, int exponent) const {
+    bool loses = false;
+    for (int channel = sum_thread(); channel < Shared::kChannels; channel += kSumThreads) {
+      int largest = kNoShare;
+      for (int c = 0; c < kUnitChannels; ++c) {
+        const unsigned (&of_warps)[kSumWarps] = shared_.input_magnitudes[row & 1][c];
+        const unsigned magnitude = max(max(of_warps[0], of_warps[1]), max(of_warps[2], of_warps[3]));
+        const int share = shared_.shares[channel][c];
+        if (magnitude != 0 && share != kNoShare) largest = max(largest, exponent_of(magnitude) + share);
+      }
+      loses |= largest != kNoShare && largest + exponent < kScaledExponent - kExactBits;
+    }
+    return __any_sync(~0u, loses);
+  }
+
   // Those of a thread: the last ones of a row are a second one of the first threads.
   static constexpr int kUnits = 2;
   template <class Visit>
@@ -120,7 +151,7 @@ class StripWeightGradient {
   __device__ StripWeightGradient(const StripWork& work, const Shared& shared)
       : work_(work),
         shared_(shared),
-        warp_(sum_thread() / kWarpThreads),
+        warp_(sum_warp()),
         out_tile_(warp_ % kOutTiles),
         share_(warp_ / kOutTiles) {}
 
@@ -144,7 +175,9 @@ class StripWeightGradient {
     }
   }
 
-  __device__ void write() const {
+  // Adds a unit's sums to the block's, which the first one writes: the fewer are added up at once, the less
+  // is rounded off.
+  __device__ void end_unit() {
     const int slot = blockIdx.x * kShares + share_;
     float* const to = work_.slots + (slot * kOutTiles + out_tile_) * kSlotValues;
 #pragma unroll
@@ -153,10 +186,13 @@ class StripWeightGradient {
       for (int i = 0; i < 4; ++i) {
         const int out_channel = lane_of_thread() / 4 + i / 2 * 8;
         const int in_channel = lane_of_thread() % 4 * 2 + i % 2;
-        to[(out_channel * kUnitChannels + in_channel) * kTaps * kTaps + tap] =
-            sums_[tap / kTaps][tap % kTaps][i];
+        float* const sum = to + (out_channel * kUnitChannels + in_channel) * kTaps * kTaps + tap;
+        float& mine = sums_[tap / kTaps][tap % kTaps][i];
+        *sum = is_first_ ? mine : *sum + mine;
+        mine = 0;
       }
     }
+    is_first_ = false;
   }
 
  private:
@@ -186,6 +222,7 @@ class StripWeightGradient {
   const StripWork& work_;
   const Shared& shared_;
   const int warp_, out_tile_, share_;
+  bool is_first_ = true;
   float sums_[kTaps][kTaps][4]{};
 };
 
@@ -195,7 +232,7 @@ __device__ void store_input_row(const StripWork& work, const StripShared<kOutTil
                                 const StripUnit& unit, int row) {
   const ConvShape& shape = work.shape;
   const int y = unit.row + row - shape.padding[0];
-  if (row < unit.own_row || row >= unit.last_row || y < 0 || y >= shape.in_size[0]) return;
+  if (row < unit.own_row || y < 0 || y >= shape.in_size[0]) return;
   const int64_t map = int64_t(shape.in_size[0]) * shape.in_size[1];
   for (int col = unit.own_col + sum_thread(); col < unit.last_col; col += kSumThreads) {
     const int x = unit.col + col - shape.padding[1];

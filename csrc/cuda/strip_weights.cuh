@@ -19,7 +19,8 @@ class StripWeights {
   __device__ void load() {
     if (threadIdx.x == 0) {
       shared_.weight_largest = 0;
-      shared_.weights_are_plain = 0;
+      shared_.weights_are_finite = 1;
+      shared_.weights_are_wide = 0;
     }
     __syncthreads();
     for (int c = threadIdx.x / kWarpThreads; c < Shared::kChannels; c += kStripThreads / kWarpThreads)
@@ -43,29 +44,37 @@ class StripWeights {
         .element[0];
   }
 
-  // By a warp: a channel's scale, and whether one scale will do for it.
+  // By a warp: a channel's scale, and how its weights share it.
   __device__ void measure(int c) {
     const bool exists = c < work_.shape.out_channels;
     const float balance = exists && work_.balance != nullptr ? work_.balance[c] : 1.0f;
     unsigned most = 0;
-    unsigned least = kInfinityBits;  // of the channels of the input, their largest ones
+    unsigned of_channel[kUnitChannels];  // of the input, the largest ones
     bool is_finite = true;
-    for (int in_channel = 0; in_channel < work_.shape.in_channels; ++in_channel) {
+    for (int in_channel = 0; in_channel < kUnitChannels; ++in_channel) {
       const int tap = min(lane_of_thread(), kTapsOfChannel - 1);
       const float x = weight(c, in_channel, tap / kTaps, tap % kTaps);
       is_finite &= (__float_as_uint(x) & kInfinityBits) != kInfinityBits;
-      const unsigned of_channel = largest_of_warp(finite_magnitude(x));
-      most = max(most, of_channel);
-      if (of_channel != 0) least = min(least, of_channel);
+      of_channel[in_channel] = largest_of_warp(finite_magnitude(x));
+      most = max(most, of_channel[in_channel]);
     }
     is_finite = __all_sync(~0u, is_finite);
     if (lane_of_thread() > 0) return;
-    const bool is_wide = most != 0 && exponent_of(most) - exponent_of(least) > kExactBits;
-    if (!is_finite || is_wide) shared_.weights_are_plain = 1;
+    if (!is_finite) shared_.weights_are_finite = 0;
+    write_shares(c, of_channel, most);
     atomicMax(&shared_.weight_largest, finite_magnitude(__uint_as_float(most) / balance));
     shared_.balance[c] = balance;
     shared_.conv_channels[c] = {power_of_two(-scale_exponent(most)),
                                 exists ? value_of<float>(work_.bias, c) : 0.0f};
+  }
+
+  __device__ void write_shares(int c, const unsigned (&of_channel)[kUnitChannels], unsigned most) {
+    for (int i = 0; i < kUnitChannels; ++i) {
+      const int share = of_channel[i] == 0 ? kNoShare : exponent_of(of_channel[i]) - exponent_of(most);
+      shared_.shares[c][i] = share;
+      const bool is_wide = share != kNoShare && share < -kExactBits;
+      if (is_wide && work_.parts == kMostParts) shared_.weights_are_wide = 1;  // one part loses digits anyway
+    }
   }
 
   // Rows of this operand are channels of the input, two a word; columns those of the output.

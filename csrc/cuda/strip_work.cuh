@@ -51,7 +51,7 @@ struct StripWork {
   int units;
 };
 
-// Without any channel beyond those that there are: zeros stand for them.
+// For channels beyond those that there are, weights are zeros; what else there is of them is not used.
 template <int kOutTiles>
 struct StripShared {
   static constexpr int kChunks = 2 * kOutTiles;  // of 8 channels
@@ -68,11 +68,17 @@ struct StripShared {
   SampleChannel channels[kChannels];
   float2 conv_channels[kChannels];  // factor and bias of what the products give
   float balance[kChannels];
-  unsigned weight_largest;            // of all, balanced
-  int weights_are_plain;              // the tensor cores' arithmetic would not do for v
+  unsigned weight_largest;  // of all, balanced
+  int weights_are_finite;
+  // Whether weights of some channel of the output are of very different size between channels of the input.
+  // Then `shares`, exponents of each one's largest weight below the channel's, or kNoShare, are looked at.
+  int weights_are_wide;
+  int shares[kChannels][kUnitChannels];
   uint2 input_largest[2][kSumWarps];  // magnitudes of a row: of what is finite, of all
   int input_exponents[kStripInputRows];
-  int input_is_finite[kStripInputRows];
+  unsigned input_magnitudes[2][kUnitChannels][kSumWarps];  // of a row; where weights are wide
+  // Of each warp's say: whether the tensor cores' arithmetic will do for a row of the input.
+  int4 input_is_right[kStripInputRows];
   int grad_exponents[2][kTileWarps];
 
   // Places change from pixel to pixel, so that 8 pixels of a chunk lie in all banks, and so do pairs.

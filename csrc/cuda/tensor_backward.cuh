@@ -2,7 +2,8 @@
 //
 // The reduction spreads the output's gradient over v's places: it leaves a table from which, with v, the
 // gradient at each place follows. From there on all is pointwise, but for two sums over each group of a
-// GroupNorm. What it takes is computed again from v. No plan and no sum of a sample depends on its batch.
+// GroupNorm. What it takes is computed again from v. But for strips, no plan and no sum of a sample depends
+// on its batch; the input's gradient does not there either.
 #pragma once
 
 #include <variant>
@@ -92,9 +93,11 @@ class BackwardRun {
   cudaError_t launch_strips(const StripWork& strip, cudaStream_t stream) const {
     if (!runs_) return cudaSuccess;
     StripProblem<Chain> problem{work_of(0, samples_, nullptr, nullptr), strip};
-    problem.work.width = has_pairs(problem.work.grad) ? 2 : 1;
-    bool overlaps = card_.overlaps_kernels;
+    problem.work.has_pairs = has_pairs(problem.work.grad);
+    // With the kernel before, if that is one of ours.
+    bool overlaps = card_.overlaps_kernels && (kNeedsStatistics || strip.balance != nullptr);
     if constexpr (kPools) {
+      static_assert(kNeedsStatistics && !Chain::Post::kReadsConv, "a pass finds norms, and Pre(v), not v");
       if (const cudaError_t status = launch_planes(found_pool_table<Chain>, blocks_of(problem.work.windows),
                                                    problem.work, overlaps, stream))
         return status;
@@ -103,17 +106,16 @@ class BackwardRun {
     if constexpr (kNeedsStatistics) {
       if (const cudaError_t status = launch_means(problem.work, overlaps, stream)) return status;
     }
-    return launch_strip_kernel(problem, stream);
+    return launch_strip_kernel(problem, overlaps, stream);
   }
 
   // Where cards have so much shared memory.
   static cudaError_t load_strips(const cuda::Card& card) {
-    if (sizeof(StripShared<kMostOutTiles>) > size_t(card.shared_bytes)) return cudaSuccess;
     if constexpr (kPools) {
       if (const cudaError_t status = load_kernel(found_pool_table<Chain>)) return status;
     }
-    if (const cudaError_t status = load_strip_kernel<kMostOutTiles / 2>()) return status;
-    return load_strip_kernel<kMostOutTiles>();
+    if (const cudaError_t status = load_strip_kernel<kMostOutTiles / 2>(card)) return status;
+    return load_strip_kernel<kMostOutTiles>(card);
   }
 
   static bool may_pack(const BackwardProblem& problem, const cuda::Card& card) {
@@ -189,11 +191,12 @@ class BackwardRun {
                                  work.norms, work.means, overlaps, stream);
   }
 
-  cudaError_t launch_strip_kernel(const StripProblem<Chain>& problem, cudaStream_t stream) const {
+  cudaError_t launch_strip_kernel(const StripProblem<Chain>& problem, bool overlaps,
+                                  cudaStream_t stream) const {
     const auto launch = [&](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
       const LaunchShape shape{dim3(problem.strip.plan.blocks), kStripThreads,
-                              int(sizeof(StripShared<kTiles>)), card_.overlaps_kernels};
+                              int(sizeof(StripShared<kTiles>)), overlaps};
       return launch_kernel(strip_kernel<Chain, kTiles>, shape, stream, problem);
     };
     if (problem.strip.plan.out_tiles == kMostOutTiles)
@@ -202,7 +205,8 @@ class BackwardRun {
   }
 
   template <int kTiles>
-  static cudaError_t load_strip_kernel() {
+  static cudaError_t load_strip_kernel(const cuda::Card& card) {
+    if (sizeof(StripShared<kTiles>) > size_t(card.shared_bytes)) return cudaSuccess;
     return cudaFuncSetAttribute(strip_kernel<Chain, kTiles>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 sizeof(StripShared<kTiles>));
   }
@@ -265,10 +269,12 @@ class BackwardRun {
   int64_t results() const { return kReducesChannels ? pixels_ : channels_ * windows_; }  // of a sample
   int64_t groups() const { return kNeedsStatistics ? problem_.arguments.num_groups : 1; }
 
-  // Rows and columns of windows are counted in 31 bits.
+  // Rows and columns, and places in a window, are counted in 31 bits.
   bool fits() const {
     constexpr int64_t kMost = INT32_MAX - kPlaneThreads * kThreadValues;
-    return !kPools || std::max(problem_.v.size[2], problem_.v.size[3]) < kMost;
+    const int64_t* const window = problem_.arguments.pool;
+    return !kPools ||
+           (std::max(problem_.v.size[2], problem_.v.size[3]) < kMost && window[0] * window[1] <= INT32_MAX);
   }
 
   int64_t slices_after_norm() const {
