@@ -39,8 +39,7 @@ COMMITTED = (
     "cpu-intel-xeon",
     "cpu-sizes-amd-epyc",
     "train-nvidia-h200",
-    "train-amd-epyc",
-    "train-idle-amd-epyc",
+    "train-own-gradients-amd-epyc",
     "memory-amd-epyc",
 )
 BY_ID = {workload.id: workload for workload in (*WORKLOADS, *OTHER_WORKLOADS)}
