@@ -59,7 +59,7 @@ def hold_gradients(
         def error_of(gradient: Tensor, right: Tensor = right, size: float = size) -> float:
             return float((gradient.to(right.device).double() - right).norm()) / size
 
-        allowed = max(bound, *[2 * error_of(run[name]) for run in eager])
+        allowed = max([bound, *[2 * error_of(run[name]) for run in eager]])
         error = error_of(got)
         assert error <= allowed, f"gradient of {name}: {error:.2e}, allowed {allowed:.2e} {what}"
 
@@ -75,9 +75,7 @@ def check_gradients(
     values = v.detach().contiguous()
     reference = gradients(row.plain_chain, values.double(), double(own), direction)
     eager = gradients(row.plain_chain, exact_eager(values), map_tensors(own, exact_eager), direction)
-    if (
-        v.dtype == torch.float64
-    ):  # the reference has float64's own error: eager's shows from its error in float32
+    if v.dtype == torch.float64:  # the reference has its own error: eager's shows from that in float32
         eager = {name: right + (eager[name] - right) * 2.0**-28 for name, right in reference.items()}
     hold_gradients(
         ours, reference, [eager] if as_eager else [], GRADIENT_BOUNDS[v.dtype], "v", f"{row.chain} {v.shape}"
