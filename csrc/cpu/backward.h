@@ -140,10 +140,7 @@ class BackwardSchedule {
       set_norm_gradient(problem_.arguments, sums_.data() + first, first % channel_count_, group_channels_,
                         plane_, norms_.data() + first);
     }
-    const bool wants_pre =
-        Chain::Pre::kReadsChannel && (problem_.bias != nullptr || problem_.scale != nullptr);
-    const bool wants_all = !Chain::kNeedsStatistics;  // no sums were made yet
-    if (!problem_.wants_v && !wants_pre && !wants_all) return;
+    if (!wants_last_pass<Chain>(problem_)) return;
     for_each_plane(group, [&](int64_t p) {
       write_gradient<Chain>(rows(p), channels_[p], norms_[p], grad_v_ + p * plane_, plane_, sums_[p]);
     });

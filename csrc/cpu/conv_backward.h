@@ -171,11 +171,8 @@ class ConvBackwardSchedule {
       for_each_strip([&](const Strip& strip, int worker) { spread(strip, worker); });
       if constexpr (Chain::kNeedsStatistics) set_norm_gradients(some);
     }
-    const bool wants_pre =
-        Chain::Pre::kReadsChannel && (problem_.bias != nullptr || problem_.scale != nullptr);
-    const bool wants_all = !Chain::kNeedsStatistics;  // no sums were made yet
-    if (!problem_.wants_v && !wants_pre && !wants_all) return;
-    for_each_strip([&](const Strip& strip, int worker) { finish(strip, worker); });
+    if (wants_last_pass<Chain>(problem_))
+      for_each_strip([&](const Strip& strip, int worker) { finish(strip, worker); });
   }
 
   // ---- places

@@ -141,16 +141,11 @@ void ConvGradients<T>::advance(const Tile<T>& grad_v, int64_t rows) const {
 template <class T>
 void ConvGradients<T>::add_to_weight(const Taps<T>& input, const Tile<T>& grad_v, int64_t rows,
                                      double* sums) const {
-  const int64_t some_cols = smaller(cols_, kSumPixels);
-  const int64_t some_rows = larger(1, kSumPixels / round_up(some_cols, kLanes<T>));
-  for (int64_t top = 0; top < rows; top += some_rows) {
-    for (int64_t left = 0; left < cols_; left += some_cols) {
-      const int64_t pixel = top * pitch_ + left;
-      const Tile<T> some{grad_v.data + reach_[0] * pitch_ + pixel, plane_, pitch_};
-      multiply({input.pixels + pixel, input.offset, taps_}, some, smaller(some_rows, rows - top),
-               smaller(some_cols, cols_ - left), sums);
-    }
-  }
+  for_each_few<T>(rows, cols_, [&](int64_t top, int64_t left, int64_t some_rows, int64_t some_cols) {
+    const int64_t pixel = top * pitch_ + left;
+    const Tile<T> some{grad_v.data + reach_[0] * pitch_ + pixel, plane_, pitch_};
+    multiply({input.pixels + pixel, input.offset, taps_}, some, some_rows, some_cols, sums);
+  });
 }
 
 template <class T>

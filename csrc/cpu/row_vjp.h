@@ -38,21 +38,15 @@ struct Rows {
 // in double.
 template <class T, class Visit>
 FUSEDCONV_INLINE void sum_rows(const Rows<T>& rows, ParameterSums<double>& total, const Visit& visit) {
-  const int64_t some_cols = smaller(rows.cols, kSumPixels);
-  const int64_t some_rows = larger(1, kSumPixels / round_up(some_cols, kLanes<T>));
-  for (int64_t top = 0; top < rows.count; top += some_rows) {
-    const int64_t bottom = smaller(top + some_rows, rows.count);
-    for (int64_t left = 0; left < rows.cols; left += some_cols) {
-      const int64_t right = smaller(left + some_cols, rows.cols);
-      ParameterSums<Vector<T>> sums{};
-      for (int64_t r = top; r < bottom; ++r) {
-        for_each_lanes<T>(left, right, [&](auto lanes, int64_t w) { visit(lanes, r, w, sums); });
-      }
-      add({sum_of_lanes(sums.bias), sum_of_lanes(sums.scale), sum_of_lanes(sums.norm_weight),
-           sum_of_lanes(sums.norm_bias), sum_of_lanes(sums.v)},
-          total);
+  for_each_few<T>(rows.count, rows.cols, [&](int64_t top, int64_t left, int64_t count, int64_t cols) {
+    ParameterSums<Vector<T>> sums{};
+    for (int64_t r = top; r < top + count; ++r) {
+      for_each_lanes<T>(left, left + cols, [&](auto lanes, int64_t w) { visit(lanes, r, w, sums); });
     }
-  }
+    add({sum_of_lanes(sums.bias), sum_of_lanes(sums.scale), sum_of_lanes(sums.norm_weight),
+         sum_of_lanes(sums.norm_bias), sum_of_lanes(sums.v)},
+        total);
+  });
 }
 
 template <class T, class Lanes>
@@ -60,6 +54,14 @@ FUSEDCONV_INLINE void add(const Lanes& lanes, const Gradients<Vector<T>>& gradie
                           ParameterSums<Vector<T>>& sums) {
   sums.bias += lanes.keep(gradients.bias);
   sums.scale += lanes.keep(gradients.scale);
+}
+
+// Whether anything is wanted of write_gradient().
+template <class Chain>
+bool wants_last_pass(const BackwardProblem& problem) {
+  const bool wants_pre = Chain::Pre::kReadsChannel && (problem.bias != nullptr || problem.scale != nullptr);
+  const bool wants_all = !Chain::kNeedsStatistics;  // no sums were made yet
+  return problem.wants_v || wants_pre || wants_all;
 }
 
 // The sums of what comes after the norm.

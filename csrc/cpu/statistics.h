@@ -53,6 +53,19 @@ FUSEDCONV_INLINE void for_each_vector(const T* plane, int64_t pitch, int64_t row
 // So many pixels are summed in the compute type; sums of more are put together in double.
 constexpr int64_t kSumPixels = 2048;
 
+// Calls visit(top, left, rows, cols) for parts of rows x cols pixels that are few, where each lane has a sum:
+// so vectors are counted whole.
+template <class T, class Visit>
+FUSEDCONV_INLINE void for_each_few(int64_t rows, int64_t cols, const Visit& visit) {
+  const int64_t some_cols = smaller(cols, kSumPixels);
+  const int64_t some_rows = larger(1, kSumPixels / round_up(some_cols, kLanes<T>));
+  for (int64_t top = 0; top < rows; top += some_rows) {
+    for (int64_t left = 0; left < cols; left += some_cols) {
+      visit(top, left, smaller(some_rows, rows - top), smaller(some_cols, cols - left));
+    }
+  }
+}
+
 // The moments of stage(x) for few pixels, by their deviations from a shift, which is the mean of an eighth of
 // their rows or more. So the variance is at least an eighth of the squared distance between shift and mean,
 // and the sum of squares before it is shifted back at most nine times what is left: few digits are lost.

@@ -46,23 +46,16 @@ bool is_run_of_rows(const Tensor& output) {
          cols >= kLanes<T>;
 }
 
-// The first lanes. Not a whole vector where others are about to be streamed: a line that both go to costs a
-// trip to memory.
-template <class T>
-FUSEDCONV_INLINE void store_some(T* to, int64_t count, Vector<T> x) {
-  T lane[kLanes<T>];
-  store(lane, x);
-  for (int64_t i = 0; i < count; ++i) to[i] = lane[i];
-}
-
 // Writes stage(x) of rows x cols pixels as one run, by whole vectors aligned in the output; only its two ends
-// touch a cache line in part. A vector where a row ends takes the rest of its lanes from the next row.
+// touch a cache line in part. A vector where a row ends takes the rest of its lanes from the next row. The
+// ends are no whole vectors where others are about to be streamed: a line that both go to costs a trip to
+// memory.
 template <bool kStreams, class T, class Stage>
 void write_run(const T* plane, int64_t pitch, int64_t rows, int64_t cols, T* to, const Stage& stage) {
   const int64_t past_line = int64_t(reinterpret_cast<uintptr_t>(to) % kVectorBytes / sizeof(T));
   int64_t w = (kLanes<T> - past_line) % kLanes<T>;
   T* aligned = to + w;
-  store_some(to, w, stage(load(plane)));
+  store_first(to, stage(load(plane)), w);
   const auto write = [&](Vector<T> x) {
     if constexpr (kStreams) {
       stream(aligned, stage(x));
@@ -82,7 +75,7 @@ void write_run(const T* plane, int64_t pitch, int64_t rows, int64_t cols, T* to,
     w -= cols;
   }
   const int64_t left = to + rows * cols - aligned;
-  store_some(aligned, left, stage(load(plane + (rows - 1) * pitch + cols - left)));
+  store_first(aligned, stage(load(plane + (rows - 1) * pitch + cols - left)), left);
 }
 
 // The same as reduce_tile(Store) and store_tile where is_run_of_rows, in one pass.

@@ -23,6 +23,11 @@ inline Elements elements_from(const void* data, DType dtype, int64_t first) {
   return {const_cast<char*>(static_cast<const char*>(data)) + first * bytes_of(dtype), dtype};
 }
 
+// From the bits of a dtype of two bytes.
+__device__ inline float from_half_bits(uint16_t bits, bool is_bfloat16) {
+  return is_bfloat16 ? from_bfloat16(bits) : __half2float(__ushort_as_half(bits));
+}
+
 // Elements as they lie in memory: to convert them at once would be to wait for each load by itself.
 template <class T, int kCount>
 struct RawPack {

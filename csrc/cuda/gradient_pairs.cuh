@@ -29,8 +29,7 @@ struct GradientPair {
   // For dtypes of two bytes.
   __device__ void widen(bool is_pair, bool is_bfloat16) {
     const auto widened = [is_bfloat16](uint32_t bits) {
-      return __float_as_uint(is_bfloat16 ? from_bfloat16(uint16_t(bits))
-                                         : __half2float(__ushort_as_half(uint16_t(bits))));
+      return __float_as_uint(from_half_bits(uint16_t(bits), is_bfloat16));
     };
     word[1] = widened(is_pair ? word[0] >> 16 : word[1]);
     word[0] = widened(word[0]);

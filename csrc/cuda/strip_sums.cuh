@@ -129,9 +129,7 @@ class StripInput {
   __device__ void widen_words(uint32_t (&word)[kUnitChannels]) const {
     const bool is_bfloat16 = work_.input.dtype == DType::kBFloat16;
 #pragma unroll
-    for (uint32_t& w : word)
-      w = __float_as_uint(is_bfloat16 ? from_bfloat16(uint16_t(w))
-                                      : __half2float(__ushort_as_half(uint16_t(w))));
+    for (uint32_t& w : word) w = __float_as_uint(from_half_bits(uint16_t(w), is_bfloat16));
   }
 
   const StripWork& work_;

@@ -100,14 +100,10 @@ class StripTile {
 
   __device__ void end(const StripUnit& unit) {
     sums_.write(work_, work_.of_all, unit);
+    for_each_tap([this](int down, int across) {
 #pragma unroll
-    for (int down = 0; down < kTaps; ++down) {
-#pragma unroll
-      for (int across = 0; across < kTaps; ++across) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) input_[down][across][i] = 0;
-      }
-    }
+      for (float& x : input_[down][across]) x = 0;
+    });
   }
 
  private:

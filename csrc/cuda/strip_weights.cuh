@@ -11,7 +11,6 @@ template <int kOutTiles>
 class StripWeights {
   using Shared = StripShared<kOutTiles>;
   static constexpr int kTapsOfChannel = kTaps * kTaps;
-  static constexpr int kValues = kUnitChannels * kTapsOfChannel;  // of a channel of the output
 
  public:
   __device__ StripWeights(const StripWork& work, Shared& shared) : work_(work), shared_(shared) {}
