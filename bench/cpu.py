@@ -36,7 +36,7 @@ from _contestants import (
     reference,
 )
 from _report import CPU, coloured, grid, holds, save, stdout
-from fusedconv._measure import interleaved
+from fusedconv._measure import product_rate
 from fusedconv.workloads import OTHER_WORKLOADS, SMALL_WORKLOADS, WORKLOADS
 
 REQUIRED = {57: (6.0, 1.1), 21: (5.0, 3.0), 85: (7.0, 2.5), 92: (4.5, 3.0)}  # over eager, over torch.compile
@@ -94,18 +94,11 @@ def contestants(
     return calls
 
 
-def mm_gflops() -> float:
-    """The rate of a large float32 ``torch.mm``: what this machine's FMA units reach in practice."""
-    n = 2048
-    a, b = torch.rand(n, n), torch.rand(n, n)
-    out = torch.empty(n, n)
-    runs = list(interleaved({"mm": lambda: torch.mm(a, b, out=out)}, rounds=7, warmup=2, device=CPU))
-    return 2 * n**3 / min(run["mm"] for run in runs) / 1e9
-
-
 def speed_table(options: argparse.Namespace) -> dict[str, Any]:
     gflops, origin = (
-        (options.fma_gflops, "given") if options.fma_gflops else (mm_gflops(), "torch.mm, 2048^3")
+        (options.fma_gflops, "given")
+        if options.fma_gflops
+        else (product_rate(CPU, torch.float32, options.threads) / 1e9, "torch.mm, 2048^3")
     )
     stdout.print(f"FMA rate for the floor: {gflops:.0f} GFLOP/s ({origin})")
     raw: dict[str, Any] = {"fma_gflops": gflops, "fma_gflops_from": origin, "workloads": {}}

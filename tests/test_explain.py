@@ -31,6 +31,7 @@ from chains_table import (
 from cuda_conv import forget
 from fusedconv import _C, Explanation
 from fusedconv._explain import _explain_operator
+from fusedconv._measure import interleaved
 from fusedconv._register import OPERATORS
 from fusedconv.workloads import OTHER_WORKLOADS, WORKLOADS
 from helpers import failure, new_process, profile
@@ -227,6 +228,62 @@ def test_autocast_and_gradients() -> None:
     assert explanation.pytorch == ("aten::_to_copy",) * 3 + CONVOLUTION
 
 
+# ---- the floor -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Rates:
+    """In place of measured ones; notes what was asked for."""
+
+    copy: float = 1e3
+    products: float = 1e6
+
+    def __post_init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def copy_rate(self, *of: Any) -> float:
+        self.asked.append(of)
+        return self.copy
+
+    def product_rate(self, *of: Any) -> float:
+        self.asked.append(of)
+        return self.products
+
+
+@pytest.mark.parametrize(
+    ("products", "seconds"),
+    [(1, 5.0), (3, 9.0)],  # 5,000 bytes at 1e3 a second, and 3e6 operations at 1e6
+)
+def test_the_floor_is_the_longer_of_both(
+    products: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Rates()
+    monkeypatch.setattr("fusedconv._explain.copy_rate", rates.copy_rate)
+    monkeypatch.setattr("fusedconv._explain.product_rate", rates.product_rate)
+    cpu, threads = torch.device("cpu"), torch.get_num_threads()
+    explanation = Explanation(
+        "conv2d_x", "direct", "", moved_bytes=5000, operations=3_000_000,
+        device=cpu, product_dtype=torch.float32, products=products,
+    )  # fmt: skip
+    assert explanation.floor_seconds() == seconds
+    assert rates.asked == [(cpu, threads), (cpu, torch.float32, threads)]
+    assert replace(explanation, operations=0).floor_seconds() == 5.0
+    assert replace(explanation, moved_bytes=None).floor_seconds() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_call_is_faster_than_its_floor(dtype: torch.dtype) -> None:
+    """By this machine's own rates; a call that does little but multiply comes within a few times of it."""
+    module = fusedconv.ConvReLUHardswish(16, 64, 3, dtype=dtype)
+    x = torch.rand(4, 16, 64, 64, dtype=dtype)
+    floor = fusedconv.explain(module, x).floor_seconds()
+    assert floor is not None
+    with torch.no_grad():
+        calls = interleaved({"call": lambda: module(x)}, rounds=5, warmup=1, device=x.device)
+        fastest = min(times["call"] for times in calls)
+    assert 0.5 * floor < fastest < 100 * floor  # other programs may have run beside one of the two
+
+
 # ---- what is not run, not known, not right -------------------------------------------------------
 
 
@@ -344,6 +401,8 @@ def test_on_cuda_it_asks_the_launchs_own_plan(
     assert log.messages == [f"{row.conv} {[2, channels, 9, 11]} float32 {precision}: {words}"]
     assert f"{explanation.path}, {explanation.reason}" == words
     assert (explanation.kernels, explanation.workspace_bytes) == (kernels, workspace)
+    assert explanation.product_dtype == torch.float16
+    assert explanation.products == (3 if (explanation.path, precision) == ("direct", "ieee") else 1)
     assert bool(explanation.pytorch) == (explanation.path == "two-step")
 
 

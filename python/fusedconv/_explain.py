@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from . import _C
 from ._conv import GEOMETRY, TENSORS
+from ._measure import copy_rate, product_rate
 from ._register import OPERATORS, Operator
 from .chains import check_conv
 from .config import get_float32_precision
@@ -39,6 +40,9 @@ class Explanation:
             conv that PyTorch runs twice. None where none of our kernels runs.
         operations: floating-point operations of the operator's conv, two a product. None without an operator.
         workspace_bytes: memory that our kernels want beside their output. CUDA only; None elsewhere.
+        device: where it runs.
+        product_dtype: in which the device multiplies for the conv. None without an operator.
+        products: how many of these a product of the conv takes: three where ours is exact in float32 on tensor cores.
     """
 
     operator: str | None
@@ -49,6 +53,25 @@ class Explanation:
     moved_bytes: int | None = None
     operations: int | None = None
     workspace_bytes: int | None = None
+    device: torch.device | None = None
+    product_dtype: torch.dtype | None = None
+    products: int = 1
+
+    def floor_seconds(self) -> float | None:
+        """The least time that the call can take on this machine.
+
+        The larger of ``moved_bytes`` at the rate of a large copy, and ``products * operations`` at that of a large
+        ``torch.mm`` of ``product_dtype``. The first call for a device, a dtype and PyTorch's number of threads measures
+        these rates, which takes up to a few seconds and about 0.5 GB. None where ``moved_bytes`` is.
+        """
+        if self.moved_bytes is None or self.device is None:
+            return None
+        threads = torch.get_num_threads()
+        floor = self.moved_bytes / copy_rate(self.device, threads)
+        if self.operations and self.product_dtype is not None:
+            rate = product_rate(self.device, self.product_dtype, threads)
+            floor = max(floor, self.products * self.operations / rate)
+        return floor
 
     def __str__(self) -> str:
         facts = {
@@ -153,12 +176,12 @@ def _explain_kernels(
 ) -> Explanation:
     """A call that a kernel of ours takes part in."""
     launcher, output = operator.launcher, operator.example(args, **options)
-    device, precision = args[0].device, options.get("precision")
+    device, precision = args[0].device, options.get("precision") or get_float32_precision()
     on_cuda = device.type == "cuda"
     moved_bytes = sum(a.nbytes for a in (*args, output) if isinstance(a, Tensor))
     words, workspace_bytes = "chain, of a given conv's output", 0
     if operator.has_conv and on_cuda:
-        plan = launcher.plan_cuda(args, output, device.index, precision or get_float32_precision())
+        plan = launcher.plan_cuda(args, output, device.index, precision)
         words, workspace_bytes = plan.words, plan.workspace_bytes
     elif operator.has_conv:
         words = launcher.plan_cpu(args, output).words
@@ -171,6 +194,7 @@ def _explain_kernels(
         moved_bytes += 2 * v.nbytes
     if on_cuda and not is_direct:
         workspace_bytes = launcher.chain_workspace(args, output, device.index)
+    is_split = is_direct and on_cuda and args[0].dtype == torch.float32 and precision != "tf32"
     return Explanation(
         operator.name,
         path,
@@ -179,7 +203,15 @@ def _explain_kernels(
         pytorch=(*seen.pytorch, *["aten::clone" for _ in launcher.unready(args, conv=is_direct)]),
         moved_bytes=moved_bytes,
         workspace_bytes=workspace_bytes if on_cuda else None,
+        device=device,
+        product_dtype=_product_dtype(args[0]),
+        products=3 if is_split else 1,
     )
+
+
+def _product_dtype(input: Tensor) -> torch.dtype:
+    """On a GPU float16 stands for what tensor cores multiply at its rate or a lower one: bfloat16, TF32."""
+    return torch.float16 if input.is_cuda and input.dtype != torch.float64 else input.dtype
 
 
 def _operations(args: Sequence[Any]) -> int:

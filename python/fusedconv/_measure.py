@@ -8,7 +8,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -109,6 +109,27 @@ def interleaved(
             times[name] = seconds(calls[name], device, partial(_flush, buffer, index))
         if index >= warmup:
             yield times
+
+
+def _fastest_seconds(call: Call, device: torch.device) -> float:
+    return min(times["call"] for times in interleaved({"call": call}, rounds=5, warmup=2, device=device))
+
+
+@cache
+def copy_rate(device: torch.device, threads: int) -> float:
+    """Bytes a second that a large copy reads and writes. ``threads`` are PyTorch's, on which a CPU's rate depends."""
+    source = torch.ones(1 << 26, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _fastest_seconds(lambda: target.copy_(source), device)
+
+
+@cache
+def product_rate(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    """Operations a second, two a product, in a large ``torch.mm``; ``threads`` as in ``copy_rate``."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = torch.rand(2, n, n, device=device).to(dtype)
+    out = torch.empty_like(a)
+    return 2 * n**3 / _fastest_seconds(lambda: torch.mm(a, b, out=out), device)
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:
