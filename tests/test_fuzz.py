@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from chains_table import (
     module_arguments,
     randn,
 )
-from helpers import assert_close, bound_of, exact_eager, same_bits
+from helpers import assert_close, bound_of, double, exact_eager, relative_error, same_bits
 from strategies import chain_calls, conv_calls
 
 Change = Callable[[Tensor], Tensor]
@@ -205,6 +206,17 @@ def eager_result(call: Call) -> Tensor:
     raise AssertionError("eager refuses it in any dtype")
 
 
+def on_rounded_v(call: Call) -> list[Tensor]:
+    """Where PyTorch's conv rounds its output to half precision: the exact chain of that, which no two steps can better.
+    Of few values eager's own error may be smaller by chance."""
+    if not call.has_conv or call.arguments["input"].dtype not in (torch.float16, torch.bfloat16):
+        return []
+    given = map_tensors(call.arguments, torch.Tensor.contiguous)
+    v = F.conv2d(given["input"], given["weight"], given["conv_bias"], *[given[name] for name in GEOMETRY])
+    own = {name: given[name] for name in call.row.arguments}
+    return [call.row.plain_chain(v.double(), double(own))]
+
+
 def check_result(y: Tensor, call: Call) -> None:
     """Where eager and float64 agree that a value is NaN or infinite, it is; the finite ones are near."""
     with torch.no_grad():
@@ -217,7 +229,8 @@ def check_result(y: Tensor, call: Call) -> None:
     finite = torch.isfinite(reference) & torch.isfinite(eager)
     odd = ~torch.isfinite(reference) & eager.double().isclose(reference, equal_nan=True)
     assert same_bits(y.double()[odd], reference[odd]), "NaN or infinity at another place than eager's"
-    y, eager, reference = (t.where(finite, 0.0) for t in (y, eager, reference))
+    y, *eagers, reference = (t.where(finite, 0.0) for t in (y, eager, *on_rounded_v(call), reference))
+    eager = max(eagers, key=lambda t: relative_error(t, reference))
     assert_close(y, reference, eager, bound_of(call.arguments["input"].dtype), repr(call))
 
 

@@ -272,3 +272,24 @@ os._exit(0)  # the guarded pages cannot be unmapped in order
 def test_nothing_is_read_outside_the_tensors(row: Row, isa: str) -> None:
     """Each tensor ends, then begins, at a page without access: one element read too far kills the process."""
     assert "untouched" in new_process(GUARDED, row.chain, isa, environment={"FUSEDCONV_CPU_ISA": isa})
+
+
+WINDOWS_OF_PADDING = """
+import torch
+torch.manual_seed(0)
+for _ in range(100):
+    x = torch.randn(1, 3, 31, 2).bfloat16().contiguous(memory_format=torch.channels_last)
+    weight, bias = torch.randn(24, 3, 5, 1).bfloat16(), torch.randn(24).bfloat16()
+    geometry = (1, 3), (2, 4), (1, 3)
+    y = torch.ops.fusedconv.conv2d_relu_hardswish(x, weight, bias, *geometry)
+    expected = torch.conv2d(x.double(), weight.double(), bias.double(), *geometry)
+    expected = torch.nn.functional.hardswish(expected.relu())
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert (y.double() - expected).norm() < 8e-3 * expected.norm()
+print("right")
+"""
+
+
+def test_windows_that_lie_in_the_padding() -> None:
+    """Where PyTorch's own conv crashes, depending on what stands in memory: so in a process of its own."""
+    assert new_process("import fusedconv\n" + WINDOWS_OF_PADDING).strip() == "right"

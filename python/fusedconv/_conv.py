@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .config import get_float32_precision
 
@@ -27,6 +28,8 @@ def convolution(
     precision: str | None,
 ) -> Tensor:
     """``torch.conv2d``; ``"ieee"`` and ``"tf32"`` decide about TF32 instead of PyTorch's flag."""
+    if input.is_cpu and _has_windows_of_padding(input, weight, padding, dilation):
+        input, padding = pad(input, (padding[1], padding[1], padding[0], padding[0])), (0, 0)
     if precision is None:
         precision = get_float32_precision()
     if precision == "default":
@@ -38,6 +41,15 @@ def convolution(
         cudnn.benchmark, deterministic, cudnn.enabled, precision == "tf32",
     )  # fmt: skip
     return output
+
+
+def _has_windows_of_padding(
+    input: Tensor, weight: Tensor, padding: Sequence[int], dilation: Sequence[int]
+) -> bool:
+    """Whether a bfloat16 conv has windows that lie in the padding as a whole. For some of them oneDNN's reads beyond its
+    tables and crashes (torch 2.13, AVX-512); an input that was padded before has no such windows."""
+    reaches = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    return input.dtype is torch.bfloat16 and any(p > r for p, r in zip(padding, reaches, strict=True))
 
 
 def convolution_backward(

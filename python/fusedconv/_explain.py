@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from . import _C
@@ -40,8 +40,9 @@ class Explanation:
             conv that PyTorch runs twice. None where none of our kernels runs.
         operations: floating-point operations of the operator's conv, two a product. None without an operator.
         workspace_bytes: memory that our kernels want beside their output. CUDA only; None elsewhere.
-        device: where it runs.
-        product_dtype: in which the device multiplies for the conv. None without an operator.
+        device: where it runs. None without an operator.
+        product_dtype: whose rate of products bounds the conv: on CUDA float16's, which no other but float64 exceeds. None
+            where none of our kernels runs, and without a conv.
         products: how many of these a product of the conv takes: three where ours is exact in float32 on tensor cores.
     """
 
@@ -58,19 +59,20 @@ class Explanation:
     products: int = 1
 
     def floor_seconds(self) -> float | None:
-        """The least time that the call can take on this machine.
+        """An estimate of the least time that the call can take on this machine, from cold memory.
 
         The larger of ``moved_bytes`` at the rate of a large copy, and ``products * operations`` at that of a large
-        ``torch.mm`` of ``product_dtype``. The first call for a device, a dtype and PyTorch's number of threads measures
-        these rates, which takes up to a few seconds and about 0.5 GB. None where ``moved_bytes`` is.
+        ``torch.mm`` of ``product_dtype``. The first call for a device, a dtype and, on a CPU, PyTorch's number of threads
+        measures these rates, which takes up to a few seconds and about 1 GB. None where ``moved_bytes`` is.
         """
         if self.moved_bytes is None or self.device is None:
             return None
-        threads = torch.get_num_threads()
-        floor = self.moved_bytes / copy_rate(self.device, threads)
-        if self.operations and self.product_dtype is not None:
-            rate = product_rate(self.device, self.product_dtype, threads)
-            floor = max(floor, self.products * self.operations / rate)
+        threads = torch.get_num_threads() if self.device.type == "cpu" else 0
+        with _disable_current_modes():  # such as one of fake tensors, in which there is nothing to measure
+            floor = self.moved_bytes / copy_rate(self.device, threads)
+            if self.operations and self.product_dtype is not None:
+                rate = product_rate(self.device, self.product_dtype, threads)
+                floor = max(floor, self.products * self.operations / rate)
         return floor
 
     def __str__(self) -> str:
@@ -168,7 +170,9 @@ def _explain_operator(
     with _Recorder(fake) as seen:
         operator.plain(*args, **options)
     reason = f"no kernels of fusedconv run on {device}"
-    return Explanation(operator.name, "plain", reason, pytorch=tuple(seen.pytorch), operations=operations)
+    return Explanation(
+        operator.name, "plain", reason, pytorch=tuple(seen.pytorch), operations=operations, device=device
+    )
 
 
 def _explain_kernels(
@@ -204,14 +208,19 @@ def _explain_kernels(
         moved_bytes=moved_bytes,
         workspace_bytes=workspace_bytes if on_cuda else None,
         device=device,
-        product_dtype=_product_dtype(args[0]),
+        product_dtype=_product_dtype(args[0]) if operator.has_conv else None,
         products=3 if is_split else 1,
     )
 
 
 def _product_dtype(input: Tensor) -> torch.dtype:
-    """On a GPU float16 stands for what tensor cores multiply at its rate or a lower one: bfloat16, TF32."""
-    return torch.float16 if input.is_cuda and input.dtype != torch.float64 else input.dtype
+    """On a GPU float16 stands for all that its tensor cores multiply at that rate or a lower one: bfloat16, TF32. On most
+    CPUs float32 does for float16, which they only convert."""
+    if input.dtype == torch.float64:
+        return torch.float64
+    if input.is_cuda:
+        return torch.float16
+    return torch.float32 if input.dtype == torch.float16 else input.dtype
 
 
 def _operations(args: Sequence[Any]) -> int:

@@ -117,8 +117,8 @@ def _fastest_seconds(call: Call, device: torch.device) -> float:
 
 @cache
 def copy_rate(device: torch.device, threads: int) -> float:
-    """Bytes a second that a large copy reads and writes. ``threads`` are PyTorch's, on which a CPU's rate depends."""
-    source = torch.ones(1 << 26, device=device)
+    """Bytes a second that a large copy reads and writes. ``threads`` tells results apart: those that PyTorch has now."""
+    source = torch.ones(1 << 26, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _fastest_seconds(lambda: target.copy_(source), device)
 
@@ -126,8 +126,9 @@ def copy_rate(device: torch.device, threads: int) -> float:
 @cache
 def product_rate(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """Operations a second, two a product, in a large ``torch.mm``; ``threads`` as in ``copy_rate``."""
-    n = 8192 if device.type == "cuda" else 2048
-    a, b = torch.rand(2, n, n, device=device).to(dtype)
+    n = 8192 if device.type == "cuda" and dtype != torch.float64 else 2048
+    generator = torch.Generator(device)  # the program's own random numbers stay what they are
+    a, b = torch.rand(2, n, n, device=device, dtype=dtype, generator=generator)
     out = torch.empty_like(a)
     return 2 * n**3 / _fastest_seconds(lambda: torch.mm(a, b, out=out), device)
 
