@@ -48,8 +48,10 @@ def _has_windows_of_padding(
 ) -> bool:
     """Whether a bfloat16 conv has windows that lie in the padding as a whole. For some of them oneDNN's reads beyond its
     tables and crashes (torch 2.13, AVX-512); an input that was padded before has no such windows."""
-    reaches = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    return input.dtype is torch.bfloat16 and any(p > r for p, r in zip(padding, reaches, strict=True))
+    if input.dtype is not torch.bfloat16:
+        return False
+    sides = zip(padding, dilation, weight.shape[2:], strict=True)
+    return any(p > d * (k - 1) for p, d, k in sides)
 
 
 def convolution_backward(
