@@ -58,9 +58,9 @@ Arguments to_arguments(const PyNumbers& from) {
 }
 
 // The tensors that a launch reads, and those whose gradients backward writes.
-constexpr std::array kNames{"input", "weight",      "conv_bias", "bias",
-                            "scale", "norm_weight", "norm_bias", "grad"};
-enum Slot : size_t { kInput, kWeight, kConvBias, kBias, kScale, kNormWeight, kNormBias, kGrad };
+constexpr std::array kNames{"input",       "weight",    "conv_bias", "bias",      "scale",
+                            "norm_weight", "norm_bias", "grad",      "statistics"};
+enum Slot : size_t { kInput, kWeight, kConvBias, kBias, kScale, kNormWeight, kNormBias, kGrad, kStatistics };
 
 size_t find_slot(const std::string& name) {
   const size_t slot = size_t(std::find(kNames.begin(), kNames.end(), name) - kNames.begin());
@@ -139,8 +139,10 @@ class Launch {
     if (conv) conv_ = to_conv(*conv);
   }
 
-  void on_cpu(const std::vector<uintptr_t>& pointers, uintptr_t output, int threads) const {
-    run(pointers, output, [&](const Problem& problem) { run_on_cpu(cpu_kernel_, problem, threads); });
+  void on_cpu(const std::vector<uintptr_t>& pointers, uintptr_t output, uintptr_t statistics,
+              int threads) const {
+    run(pointers, output, statistics,
+        [&](const Problem& problem) { run_on_cpu(cpu_kernel_, problem, threads); });
   }
 
   std::pair<int64_t, std::string> prepare_cuda(int device) {
@@ -150,16 +152,17 @@ class Launch {
     return told(*cuda_);
   }
 
-  void on_cuda(const std::vector<uintptr_t>& pointers, uintptr_t output, uintptr_t workspace,
-               uintptr_t stream) const {
+  void on_cuda(const std::vector<uintptr_t>& pointers, uintptr_t output, uintptr_t statistics,
+               uintptr_t workspace, uintptr_t stream) const {
     const CudaLaunch& cuda = prepared(cuda_);
-    run(pointers, output,
+    run(pointers, output, statistics,
         [&](const Problem& problem) { cuda.run(problem, pointer(workspace), pointer(stream)); });
   }
 
  private:
   template <class RunOnDevice>
-  void run(const std::vector<uintptr_t>& pointers, uintptr_t output, const RunOnDevice& run_on_device) const {
+  void run(const std::vector<uintptr_t>& pointers, uintptr_t output, uintptr_t statistics,
+           const RunOnDevice& run_on_device) const {
     const Places at = tensors_.places(pointers);
     Problem problem = problem_;
     Conv conv;
@@ -172,6 +175,7 @@ class Launch {
     problem.input.data = at[kInput];
     tensors_.set_parameters(problem.arguments, at);
     problem.output.data = pointer(output);
+    problem.statistics = static_cast<GroupStatistics*>(pointer(statistics));
 
     const py::gil_scoped_release release;
     run_on_device(problem);
@@ -239,6 +243,7 @@ class Backward {
       problem.v.data = at[kInput];
     }
     problem.grad = at[kGrad];
+    problem.statistics = static_cast<const GroupStatistics*>(at[kStatistics]);
     tensors_.set_parameters(problem.arguments, at);
     problem.grad_v = pointer(grad_v);
     problem.conv_bias = gradient[kConvBias];

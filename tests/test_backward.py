@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -428,6 +428,12 @@ def test_what_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- CUDA, as far as a CPU can tell --------------------------------------------------------------
 
 
+def statistics_of(name: str, args: Sequence[Any]) -> Tensor | None:
+    """What forward would keep of a call."""
+    recorded = _register.OPERATORS[name].with_statistics
+    return None if recorded is None else recorded.op(*args)[1]
+
+
 def tensor_at(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
     """The contiguous tensor that a kernel would find there."""
     count = math.prod(shape)
@@ -461,7 +467,7 @@ class OnCuda(_C.Backward):
         values = {
             name: tensor_at(address, torch.float32, *shapes.get(name, (channels,)))
             for name, address in at.items()
-            if name != "grad"
+            if name not in ("grad", "statistics")
         }
         flat = values["weight"].flatten()
         values["weight"] = flat.as_strided(weight[1], weight[2])  # in any layout, as in forward
@@ -507,6 +513,7 @@ def test_what_cuda_is_asked_for(
     monkeypatch.setattr(backward.launcher, "conv_on_cuda", lambda *args: None)  # so v is PyTorch's
     pairs: dict[str, Any] = {"stride": (1, 1), "padding": (1, 0), "dilation": (1, 1)}
     given = *values.values(), *own.values(), *pairs.values(), 1
+    args = *given, statistics_of(row.conv, given)
     leaves = [(values | own)[name].double().requires_grad_() for name in names]
     named = dict(zip(names, leaves, strict=True))
     y = row.plain_conv(
@@ -521,7 +528,7 @@ def test_what_cuda_is_asked_for(
         path = "direct" if serves else "two-step"
         assert caplog.messages == [f"{row.conv} backward [2, 3, 7, 8] float32 tf32: {path}, emulated"]
         for _ in range(2):
-            found = backward.run(find, grad, (*given, mask), "ieee")
+            found = backward.run(find, grad, (*args, mask), "ieee")
             for wants, got, right, leaf in zip(mask, found, expected, leaves, strict=True):
                 if wants:
                     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
@@ -537,6 +544,21 @@ def test_a_gradient_of_another_shape_is_an_error(row: Row) -> None:
     backward = _register.OPERATORS[row.chain].backward
     v = torch.zeros(1, 4, 4, 4)
     mask = [True] * len(backward.operator.tensors)
-    kind, text = failure(lambda: backward.op(torch.ones(1, 1, 1, 1), v, *own.values(), mask))
+    statistics = statistics_of(row.chain, (v, *own.values()))
+    kind, text = failure(lambda: backward.op(torch.ones(1, 1, 1, 1), v, *own.values(), statistics, mask))
     assert kind is RuntimeError
     assert "grad must have shape" in text
+
+
+@norm_rows
+@pytest.mark.parametrize("given", [None, torch.zeros(1, 2, 2), torch.zeros(1, 4, 2, dtype=torch.float64)])
+def test_statistics_of_another_form_are_an_error(row: Row, given: Tensor | None) -> None:
+    """The kernels trust these too."""
+    own = draw_own(row, 4, generator(row.chain, "shape"), groups=2)
+    backward = _register.OPERATORS[row.chain].backward
+    v = torch.zeros(1, 4, 16, 16)
+    grad = torch.ones_like(_register.OPERATORS[row.chain].op(v, *own.values()))
+    mask = [True] * len(backward.operator.tensors)
+    kind, text = failure(lambda: backward.op(grad, v, *own.values(), given, mask))
+    assert kind is RuntimeError
+    assert "statistics must be" in text

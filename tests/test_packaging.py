@@ -194,7 +194,7 @@ def test_wrong_pointers_for_the_extension() -> None:
     launch = _C.Launch("relu_hardswish", [("input", _C.FLOAT32)], form, None, numbers, form)
     for pointers in ([], [0, 0]):
         with pytest.raises(ValueError, match="pointers"):
-            launch.on_cpu(pointers, 0, 1)
+            launch.on_cpu(pointers, 0, 0, 1)
 
 
 def test_an_error_of_cuda_names_the_chain() -> None:
@@ -210,7 +210,7 @@ def test_an_error_of_cuda_names_the_chain() -> None:
 def test_empty_launch_of_the_extension(chain: str) -> None:
     numbers = (1, 1e-5, (1, 1), 0.0, 1.0)
     form = (_C.FLOAT32, [0, 1, 1, 1], [1, 1, 1, 1])
-    _C.Launch(chain, [("input", _C.FLOAT32)], form, None, numbers, form).on_cpu([1], 1, 2)
+    _C.Launch(chain, [("input", _C.FLOAT32)], form, None, numbers, form).on_cpu([1], 1, 0, 2)
 
 
 def test_row_31_a_machine_without_a_gpu_is_told_in_words() -> None:

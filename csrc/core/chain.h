@@ -108,20 +108,21 @@ FUSEDCONV_INLINE Channel<T> make_channel(const Arguments& arguments, int64_t c) 
   return channel;
 }
 
-// inverse_deviation = 1 / sqrt(variance + eps). The part of the mean that T cannot hold goes into the shift.
+// The part of the mean that T cannot hold goes into the shift.
 template <class T>
-FUSEDCONV_INLINE void set_norm(Channel<T>& channel, double weight, double bias, double mean,
-                               double inverse_deviation) {
-  channel.mean = static_cast<T>(mean);
-  channel.norm_scale = static_cast<T>(weight * inverse_deviation);
-  channel.norm_shift = static_cast<T>(bias - (mean - double(channel.mean)) * weight * inverse_deviation);
+FUSEDCONV_INLINE void set_norm(Channel<T>& channel, double weight, double bias,
+                               const GroupStatistics& statistics) {
+  const double scale = weight * statistics.inverse_deviation;
+  channel.mean = static_cast<T>(statistics.mean);
+  channel.norm_scale = static_cast<T>(scale);
+  channel.norm_shift = static_cast<T>(bias - (statistics.mean - double(channel.mean)) * scale);
 }
 
 template <class T>
-FUSEDCONV_INLINE void set_norm(Channel<T>& channel, const Arguments& arguments, int64_t c, double mean,
-                               double inverse_deviation) {
+FUSEDCONV_INLINE void set_norm(Channel<T>& channel, const Arguments& arguments, int64_t c,
+                               const GroupStatistics& statistics) {
   set_norm(channel, value_of<double>(arguments.norm_weight, c, 1.0), value_of<double>(arguments.norm_bias, c),
-           mean, inverse_deviation);
+           statistics);
 }
 
 }  // namespace FUSEDCONV_TARGET

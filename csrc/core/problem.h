@@ -50,6 +50,12 @@ struct Arguments {
   double clamp_max;
 };
 
+// Of a GroupNorm's group in one sample.
+struct GroupStatistics {
+  double mean;
+  double inverse_deviation;  // 1 / sqrt(variance + eps)
+};
+
 // What the conv's part of backward takes and gives. Where v is the chain's input there is none.
 struct ConvBackward {
   Tensor input;
@@ -65,6 +71,7 @@ struct BackwardProblem {
   const void* grad;
   DType grad_dtype;  // on the CPU v's, as that of grad_v: float32 or float64
   Arguments arguments;
+  const GroupStatistics* statistics;  // those that forward found; null where the chain has no norm
   // Like v, and may be v itself where nothing is reduced. The CPU writes it whether it is wanted or not:
   // steps keep in it what they need between them.
   void* grad_v;
@@ -84,6 +91,7 @@ struct Problem {
   const Conv* conv;
   Arguments arguments;
   Tensor output;
+  GroupStatistics* statistics = nullptr;  // [N][num_groups], for backward; null where nobody wants them
 };
 
 }  // namespace fusedconv

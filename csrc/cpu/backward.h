@@ -20,20 +20,6 @@ inline namespace FUSEDCONV_TARGET {
 // So much of v is taken through all steps of a reduction over channels before the next is begun.
 constexpr int64_t kStepBytes = 8 * 1024 * 1024;
 
-template <class T, class Stage>
-Moments moments_of_run(const T* run, int64_t count, const Stage& stage) {
-  const int64_t whole = count / kLanes<T> * kLanes<T>;
-  const int64_t left = count - whole;
-  Moments all{};
-  if (whole > 0) all = moments_of(run, whole, 1, whole, stage);
-  if (left > 0) {
-    T tail[kLanes<T>];
-    store(tail, FirstLanes<T>{left}.load(run + whole));
-    all = combine(all, moments_of(tail, kLanes<T>, 1, left, stage));
-  }
-  return all;
-}
-
 template <class Chain, class T>
 class BackwardSchedule {
   using Reduce = typename Chain::Reduce;
@@ -64,7 +50,7 @@ class BackwardSchedule {
       for (int64_t n = 0; n < samples_; n += step) run_step_by_step(n, smaller(step, samples_ - n));
     } else {
       parallel_for(samples_ * groups_, threads_, [&](int64_t group, int worker) {
-        measure(group);
+        set_channels(group);
         if constexpr (Reduce::kPools) unpool(group, worker);
         finish(group);
       });
@@ -86,7 +72,7 @@ class BackwardSchedule {
 
   void run_step_by_step(int64_t first_sample, int64_t samples) const {
     const int64_t first_group = first_sample * groups_;
-    parallel_for(samples * groups_, threads_, [&](int64_t i, int) { measure(first_group + i); });
+    for (int64_t i = 0; i < samples * groups_; ++i) set_channels(first_group + i);
     const int64_t blocks = ceil_div(plane_, kSpreadPixels);
     parallel_for(samples * blocks, threads_, [&](int64_t i, int) {
       const int64_t first_plane = (first_sample + i / blocks) * channel_count_;
@@ -100,23 +86,11 @@ class BackwardSchedule {
   }
 
   // The parameters of a group's planes.
-  void measure(int64_t group) const {
+  void set_channels(int64_t group) const {
     for_each_plane(group, [&](int64_t p) {
-      channels_[p] = make_channel<T>(problem_.arguments, p % channel_count_);
-      norms_[p] = {};
+      set_channel<Chain>(problem_, p / channel_count_, p % channel_count_, channels_[p], norms_[p]);
       sums_[p] = {};
     });
-    if constexpr (Chain::kNeedsStatistics) {
-      Moments all{};
-      for_each_plane(group, [&](int64_t p) {
-        const Channel<T> channel = channels_[p];
-        all = combine(all, moments_of_run(v_ + p * plane_, plane_,
-                                          [&](Vector<T> v) { return Chain::Pre::value(v, v, channel); }));
-      });
-      const int64_t first = group * group_channels_;
-      set_statistics<Chain>(problem_.arguments, all, first % channel_count_, group_channels_,
-                            channels_.data() + first, norms_.data() + first);
-    }
   }
 
   void unpool(int64_t group, int worker) const {

@@ -2,11 +2,11 @@
 //
 // A band is some rows of all channels of one sample, and stays in L2: v of the band by our conv, the chain's
 // vjp, and from that the gradients of the conv's weight and input, so that v's gradient never leaves the
-// cache. Where the chain needs sums over the whole sample first, or reduces, v is kept between three passes:
-// v and its statistics; what the reduction spreads, and the sums behind the norm; the rest. A strip is a few
-// bands one after the other, which one thread takes. It starts with the rows above that the filter reaches
-// from the input's gradient of its first row. Strips follow from the problem's shape, and their sums are
-// added up in one order: so the number of threads changes no bit.
+// cache. Where the chain needs sums over the whole sample first, or reduces, v is kept between two passes: v,
+// what the reduction spreads, and the sums behind the norm; the rest. A strip is a few bands one after the
+// other, which one thread takes. It starts with the rows above that the filter reaches from the input's
+// gradient of its first row. Strips follow from the problem's shape, and their sums are added up in one
+// order: so the number of threads changes no bit.
 #pragma once
 
 #include "buffer.h"
@@ -43,7 +43,6 @@ class ConvBackwardSchedule {
         samples_(source_.samples),
         channel_count_(source_.channels),
         group_channels_(Chain::kNeedsStatistics ? channel_count_ / problem.arguments.num_groups : 1),
-        groups_(channel_count_ / group_channels_),
         reach_((problem.conv->conv.weight.size[2] - 1) * problem.conv->conv.dilation[0]),
         band_rows_(rows_of_band()),
         bands_(ceil_div(source_.rows + reach_, band_rows_)),
@@ -67,7 +66,6 @@ class ConvBackwardSchedule {
         spread_(Reduce::kStores ? 0 : slots_ * bands_ * tile_elements_),
         channels_(slots_ * channel_count_),
         norms_(slots_ * channel_count_),
-        moments_(step_samples_ * strips_ * groups_),
         sums_(step_samples_ * strips_ * channel_count_),
         weight_sums_(wants_weight() ? step_samples_ * strips_ * gradients_.weight_elements() : 0),
         total_(channel_count_),
@@ -156,8 +154,9 @@ class ConvBackwardSchedule {
   template <class Loop>
   void run_passes(const Samples& some, const Loop& loop) const {
     for (int64_t i = 0; i < some.count * channel_count_; ++i) {
-      channels_[some.slot * channel_count_ + i] = make_channel<T>(problem_.arguments, i % channel_count_);
-      norms_[some.slot * channel_count_ + i] = {};
+      const int64_t at = some.slot * channel_count_ + i;
+      set_channel<Chain>(problem_, some.first + i / channel_count_, i % channel_count_, channels_[at],
+                         norms_[at]);
     }
     for (int64_t i = 0; i < some.count * strips_ * channel_count_; ++i) {
       sums_[some.strip * channel_count_ + i] = {};
@@ -166,9 +165,7 @@ class ConvBackwardSchedule {
       loop(some.count * strips_, [&](int64_t i, int worker) { pass(strip(some, i), worker); });
     };
     if constexpr (kKeeps) {
-      for_each_strip([&](const Strip& strip, int worker) { measure(strip, worker); });
-      if constexpr (Chain::kNeedsStatistics) set_norms(some);
-      for_each_strip([&](const Strip& strip, int worker) { spread(strip, worker); });
+      for_each_strip([&](const Strip& strip, int worker) { prepare(strip, worker); });
       if constexpr (Chain::kNeedsStatistics) set_norm_gradients(some);
     }
     if (wants_last_pass<Chain>(problem_))
@@ -208,9 +205,8 @@ class ConvBackwardSchedule {
 
   // ---- passes
 
-  void measure(const Strip& strip, int worker) const {
-    Moments* moments = moments_.data() + strip.index * groups_;
-    for (int64_t g = 0; g < groups_; ++g) moments[g] = {};
+  // v, what the reduction spreads, and the sums behind the norm.
+  void prepare(const Strip& strip, int worker) const {
     for (int64_t b = strip.begin; b < strip.end; ++b) {
       const Place where = band(strip, b);
       if (where.rows == 0) return;
@@ -218,47 +214,23 @@ class ConvBackwardSchedule {
       source_.pack(where, packed(worker));
       for_each_part(where, [&](const Place& part, int64_t first) {
         source_.load(part, Tile<T>{v.data + first * plane_, plane_, v.pitch}, packed(worker));
-        if constexpr (Chain::kNeedsStatistics) {
-          for (int64_t c = first; c < first + part.channels; ++c) {
-            const Channel<T> channel = channels_[strip.slot * channel_count_ + c];
-            Moments& of_group = moments[c / group_channels_];
-            of_group =
-                combine(of_group, moments_of(v.data + c * plane_, v.pitch, where.rows, source_.cols,
-                                             [&](Vector<T> x) { return Chain::Pre::value(x, x, channel); }));
-          }
-        }
+        if constexpr (!Reduce::kReducesChannels) prepare_channels(strip, part, worker);
       });
-    }
-  }
-
-  void set_norms(const Samples& some) const {
-    for (int64_t n = 0; n < some.count; ++n) {
-      const int64_t strip = some.strip + n * strips_;
-      for (int64_t g = 0; g < groups_; ++g) {
-        Moments all{};
-        for (int64_t s = strip; s < strip + strips_; ++s) all = combine(all, moments_[s * groups_ + g]);
-        const int64_t first = g * group_channels_;
-        const int64_t at = (some.slot + n) * channel_count_ + first;
-        set_statistics<Chain>(problem_.arguments, all, first, group_channels_, channels_.data() + at,
-                              norms_.data() + at);
+      if constexpr (Reduce::kReducesChannels) {
+        spread_to_channels(strip, where);
+        prepare_channels(strip, where, worker);
       }
     }
   }
 
-  // What the reduction spreads, and the sums behind the norm.
-  void spread(const Strip& strip, int worker) const {
-    for (int64_t b = strip.begin; b < strip.end; ++b) {
-      const Place where = band(strip, b);
-      if (where.rows == 0) return;
-      if constexpr (Reduce::kReducesChannels) spread_to_channels(strip, where);
-      for (int64_t c = 0; c < channel_count_; ++c) {
-        const int64_t at = strip.slot * channel_count_ + c;
-        if constexpr (Reduce::kPools) unpool(strip, where, c, worker);
-        if constexpr (Chain::kNeedsStatistics) {
-          const Tile<T> v = kept(v_, strip, where.row);
-          sum_after_norm<Chain>(rows(strip, where, c, v.data + c * plane_), channels_[at], norms_[at],
-                                sums_[strip.index * channel_count_ + c]);
-        }
+  void prepare_channels(const Strip& strip, const Place& where, int worker) const {
+    for (int64_t c = where.channel; c < where.channel + where.channels; ++c) {
+      const int64_t at = strip.slot * channel_count_ + c;
+      if constexpr (Reduce::kPools) unpool(strip, where, c, worker);
+      if constexpr (Chain::kNeedsStatistics) {
+        const Tile<T> v = kept(v_, strip, where.row);
+        sum_after_norm<Chain>(rows(strip, where, c, v.data + c * plane_), channels_[at], norms_[at],
+                              sums_[strip.index * channel_count_ + c]);
       }
     }
   }
@@ -406,7 +378,6 @@ class ConvBackwardSchedule {
   const int64_t samples_;
   const int64_t channel_count_;
   const int64_t group_channels_;
-  const int64_t groups_;
   const int64_t reach_;
   const int64_t band_rows_;
   const int64_t bands_;  // of a sample's padded input: v has fewer rows
@@ -432,7 +403,6 @@ class ConvBackwardSchedule {
   const Buffer<Channel<T>> channels_;
   const Buffer<NormGradient<T>> norms_;
   // For each strip of a step.
-  const Buffer<Moments> moments_;
   const Buffer<Sums> sums_;
   const Buffer<double> weight_sums_;
   // Of all samples.

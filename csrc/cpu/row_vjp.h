@@ -102,15 +102,20 @@ void write_gradient(const Rows<T>& rows, const Channel<T> channel, const NormGra
   });
 }
 
-// The parameters of a group's channels, from `first` on, by its moments.
+// The parameters of a sample's channel, but for what set_norm_gradient() finds.
 template <class Chain, class T>
-void set_statistics(const Arguments& arguments, const Moments& all, int64_t first, int64_t count,
-                    Channel<T>* channels, NormGradient<T>* norms) {
-  const double inverse_deviation = inverse_deviation_of(all, arguments.eps);
-  for (int64_t c = 0; c < count; ++c) {
-    set_norm(channels[c], arguments, first + c, all.mean, inverse_deviation);
-    const double mean_rest = all.mean - double(channels[c].mean);
-    norms[c] = {T(inverse_deviation), T(-mean_rest * inverse_deviation), T(0), T(0)};
+void set_channel(const BackwardProblem& problem, int64_t sample, int64_t c, Channel<T>& channel,
+                 NormGradient<T>& norm) {
+  const Arguments& arguments = problem.arguments;
+  channel = make_channel<T>(arguments, c);
+  norm = {};
+  if constexpr (Chain::kNeedsStatistics) {
+    const int64_t group = c / (problem.v.size[1] / arguments.num_groups);
+    const GroupStatistics& statistics = problem.statistics[sample * arguments.num_groups + group];
+    set_norm(channel, arguments, c, statistics);
+    const double mean_rest = statistics.mean - double(channel.mean);
+    norm.inverse_deviation = T(statistics.inverse_deviation);
+    norm.normed_shift = T(-mean_rest * statistics.inverse_deviation);
   }
 }
 

@@ -139,10 +139,14 @@ class Schedule {
       Moments all = unit.moments[g];
       for (int64_t t = 1; t < plan_.tiles_per_unit; ++t)
         all = combine(all, unit.moments[t * group_count + g]);
-      const double inverse_deviation = inverse_deviation_of(all, problem_.arguments.eps);
+      const GroupStatistics found = statistics_of(all, problem_.arguments.eps);
+      if (problem_.statistics != nullptr) {
+        const int64_t first = unit.sample * problem_.arguments.num_groups;
+        problem_.statistics[first + unit.channel / plan_.group_channels + g] = found;
+      }
       for (int64_t c = g * plan_.group_channels; c < (g + 1) * plan_.group_channels; ++c) {
         unit.parameters[c] = channels_[unit.channel + c];
-        set_norm(unit.parameters[c], problem_.arguments, unit.channel + c, all.mean, inverse_deviation);
+        set_norm(unit.parameters[c], problem_.arguments, unit.channel + c, found);
       }
     }
   }

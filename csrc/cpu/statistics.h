@@ -105,9 +105,9 @@ Moments moments_of(const T* plane, int64_t pitch, int64_t rows, int64_t cols, co
   return all;
 }
 
-FUSEDCONV_INLINE double inverse_deviation_of(const Moments& all, double eps) {
+FUSEDCONV_INLINE GroupStatistics statistics_of(const Moments& all, double eps) {
   const double variance = all.m2 < 0 ? 0 : all.m2 / all.count;  // below zero by rounding only
-  return 1.0 / __builtin_sqrt(variance + eps);
+  return {all.mean, 1.0 / __builtin_sqrt(variance + eps)};
 }
 
 }  // namespace FUSEDCONV_TARGET

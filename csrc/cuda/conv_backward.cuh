@@ -116,14 +116,17 @@ class StripBackwardRun {
 
  private:
   size_t conv_bytes() const {
-    return ConvChain<Chain>::workspace(chain_problem<Chain>(problem_, 0, plan_.step_samples), plan_.conv);
+    return ConvChain<Chain>::workspace_of_findings(chain_problem<Chain>(problem_, 0, plan_.step_samples),
+                                                   plan_.conv);
   }
 
   cudaError_t launch_findings(cudaStream_t stream) const {
     const BackwardRun<Chain, float>& chain = chain_.with_conv();
     const int64_t samples = problem_.v.size[0];
     if constexpr (Chain::kNeedsStatistics) {
-      for (int64_t first = 0; first < samples && chain.runs(); first += plan_.step_samples) {
+      if (!chain.runs()) return cudaSuccess;
+      if (const cudaError_t status = chain.launch_norms(0, samples, stream)) return status;
+      for (int64_t first = 0; first < samples; first += plan_.step_samples) {
         const Problem conv =
             chain_problem<Chain>(problem_, first, std::min(plan_.step_samples, samples - first));
         if (const cudaError_t status = ConvChain<Chain>::launch_findings(
@@ -221,7 +224,8 @@ struct ChainBackward {
     plan.runs = plan.conv.source != cuda::ConvSource::kNone && has_large_windows(problem);
     if (!plan.runs) return plan;
     if constexpr (Chain::kNeedsStatistics) {
-      const size_t of_sample = ConvChain<Chain>::workspace(chain_problem<Chain>(problem, 0, 1), plan.conv);
+      const size_t of_sample =
+          ConvChain<Chain>::workspace_of_findings(chain_problem<Chain>(problem, 0, 1), plan.conv);
       plan.step_samples = std::clamp<int64_t>(kStepBytes / int64_t(of_sample), 1, samples);
     }
     plan.in_strips = true;

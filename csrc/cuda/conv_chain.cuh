@@ -20,10 +20,10 @@ using cuda::Card;
 using cuda::ConvPlan;
 using cuda::ConvSource;
 
-// Of a chain with a norm, for backward: the norms without weight and bias, and what the pool took of Pre(v);
-// or, without a pool, the sums behind the norm.
+// Of a chain with a norm, for backward: what the pool took of Pre(v); or, without a pool, the sums behind the
+// norm, by the norms without weight and bias.
 struct ConvFindings {
-  Norm<float>* norms;  // [N][C]
+  Norm<float>* norms;  // [N][C], given
   float* pooled;       // [N][C][pooled height][pooled width]
   int* pooled_places;  // each in its window, counted row by row
   ConvGradientSums sums;
@@ -59,10 +59,17 @@ struct ConvChain {
     return cuda::plan_conv(problem, {kPools, false, kPools}, card);
   }
 
+  static size_t workspace_of_findings(const Problem& problem, const ConvPlan& plan) {
+    Workspace workspace(nullptr);
+    packed_problem(problem, plan, workspace);
+    return workspace.bytes();
+  }
+
   // Queues what backward wants to know before it computes v again.
   static cudaError_t launch_findings(const Problem& problem, const ConvPlan& plan, void* workspace,
                                      const ConvFindings& to, const Card& card, cudaStream_t stream) {
-    ConvProblem p = conv_problem(problem, plan, workspace).first;
+    Workspace memory(workspace);
+    ConvProblem p = packed_problem(problem, plan, memory);
     p.norms = to.norms;
     p.pooled = to.pooled;
     p.pooled_places = to.pooled_places;
@@ -121,14 +128,12 @@ struct ConvChain {
   using LastPass =
       std::conditional_t<Chain::Reduce::kReducesChannels, LogSumExpPass<Chain, Mode>, StorePass<Chain, Mode>>;
 
-  static std::pair<ConvProblem, size_t> conv_problem(const Problem& problem, const ConvPlan& plan,
-                                                     void* base) {
+  // With memory for what every pass takes.
+  static ConvProblem packed_problem(const Problem& problem, const ConvPlan& plan, Workspace& workspace) {
     const ConvTiling& t = plan.tiling;
     ConvProblem p{problem.input,      problem.conv->weight, problem.output,
                   problem.conv->bias, problem.arguments,    t};
     p.tiling.reads_vectors &= reinterpret_cast<uintptr_t>(problem.input.data) % kVectorBytes == 0;
-    Workspace workspace(base);
-    const int64_t channels = problem.input.size[0] * t.out_channels;
     const int64_t panels = problem.input.size[0] * panels_per_sample(t);
     p.weights =
         workspace.take<uint4>(int64_t(plan.parts) * t.row_blocks * t.chunks * t.weights_bytes / kUnitBytes);
@@ -139,6 +144,16 @@ struct ConvChain {
     p.pixels = workspace.take<uint4>(plan.parts * panels * t.chunks * chunk_units(t));
     p.pixel_exponents = workspace.take<int>(panels);
     p.magnitudes = workspace.take<unsigned>(panels * t.in_channels);
+    return p;
+  }
+
+  static std::pair<ConvProblem, size_t> conv_problem(const Problem& problem, const ConvPlan& plan,
+                                                     void* base) {
+    const ConvTiling& t = plan.tiling;
+    Workspace workspace(base);
+    ConvProblem p = packed_problem(problem, plan, workspace);
+    p.statistics = problem.statistics;
+    const int64_t channels = problem.input.size[0] * t.out_channels;
     if (Chain::kNeedsStatistics) {
       p.norms = workspace.take<Norm<float>>(channels);
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
@@ -198,22 +213,17 @@ struct ConvChain {
 
   template <class S, class Mode>
   static cudaError_t launch_findings(const ConvProblem& p, const Card& card, cudaStream_t stream) {
-    using Pass = std::conditional_t<kPools, PoolPass<Chain, true>, MomentsPass<typename Chain::Pre>>;
+    using Pass = std::conditional_t<kPools, PoolPass<Chain, true>, GradientSumsPass<Chain>>;
     if (const cudaError_t status = launch_pack<Mode>(p, stream)) return status;
-    if (const cudaError_t status = launch_pass<S, Mode, Pass>(p, card, stream)) return status;
-    ConvProblem unit = p;
-    unit.arguments.norm_weight = {};
-    unit.arguments.norm_bias = {};
-    if (const cudaError_t status = launch_norms(unit, card, stream)) return status;
-    if constexpr (kPools) return cudaSuccess;
-    return launch_pass<S, Mode, GradientSumsPass<Chain>>(p, card, stream);
+    return launch_pass<S, Mode, Pass>(p, card, stream);
   }
 
   static cudaError_t launch_norms(const ConvProblem& p, const Card& card, cudaStream_t stream) {
     const ConvTiling& t = p.tiling;
     return launch_statistics<float>(p.parts, parts_per_channel(t), p.input.size[0], t.out_channels,
-                                    int64_t(t.out_size[0]) * t.out_size[1], p.arguments, p.norms,
-                                    card.overlaps_kernels, stream);
+                                    int64_t(t.out_size[0]) * t.out_size[1], p.arguments,
+                                    StatisticsOutput<float>{p.norms, p.statistics}, card.overlaps_kernels,
+                                    stream);
   }
 
   // Persistent blocks, one a multiprocessor.

@@ -9,7 +9,8 @@ inline namespace FUSEDCONV_TARGET {
 
 // Where everything up to the pool is an increasing or decreasing line in each channel: the pool takes the
 // largest, or the smallest, values of Pre(v) before the norm is known, and the statistics on the way.
-// kKeepsPlaces: their places too, for backward; then it keeps to PyTorch's order where values are equal.
+// kKeepsPlaces: their places instead, for backward, which knows the statistics; then it keeps to PyTorch's
+// order where values are equal.
 template <class Chain, bool kKeepsPlaces>
 class PoolPass : public PassBase {
  public:
@@ -30,7 +31,7 @@ class PoolPass : public PassBase {
     // Even windows take pairs, which a thread has itself.
     const bool pairs = !kKeepsPlaces && p_.tiling.by_pool[1].value % 2 == 0;
     pairs ? stage<kColumns, 2>(rows, d, scaling) : stage<kColumns, 1>(rows, d, scaling);
-    write_moments<kColumns>(p_, tile, rows, d, scaling);
+    if constexpr (!kKeepsPlaces) write_moments<kColumns>(p_, tile, rows, d, scaling);
     sync();
     pairs ? pool<kColumns, 2>(tile) : pool<kColumns, 1>(tile);
   }
@@ -40,7 +41,7 @@ class PoolPass : public PassBase {
   // wins.
   __device__ float direction(int c) const {
     Channel<float> channel = make_channel<float>(p_.arguments, c);
-    set_norm(channel, p_.arguments, c, 0.0, 1.0);
+    set_norm(channel, p_.arguments, c, GroupStatistics{0.0, 1.0});
     channel.norm_shift = 0;  // beside a large one nothing of the slope would be left
     const auto value = [&](float x) {
       return Chain::Post::value(Chain::Norm::value(x, channel), x, channel);

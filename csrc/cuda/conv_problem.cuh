@@ -58,15 +58,16 @@ struct ConvProblem {
   float* row_bias = nullptr;        // [row_blocks * kRows], the conv's
   int* shares = nullptr;   // [row_blocks * kRows][in_channels], exponents: of the largest weight, or kNoShare
   int* is_wide = nullptr;  // [row_blocks * kRows], whether shares are less than 2^-kExactBits
-  uint4* pixels = nullptr;         // as conv_pack_pixels.cuh packs them
-  int* pixel_exponents = nullptr;  // [panels], of their scales
-  unsigned* magnitudes = nullptr;  // [panels][in_channels], bits of the largest ones
-  Part<float>* parts = nullptr;    // [N][C][parts of a channel]
-  TilePart* tile_parts = nullptr;  // [N][groups of the norm][tiles of a sample]
-  NormShape norm_shape{};          // where there are tile_parts
-  Norm<float>* norms = nullptr;    // [N][C]
-  float* pooled = nullptr;         // [N][C][pooled height][pooled width]
-  int* pooled_places = nullptr;    // the same, if they are kept
+  uint4* pixels = nullptr;                // as conv_pack_pixels.cuh packs them
+  int* pixel_exponents = nullptr;         // [panels], of their scales
+  unsigned* magnitudes = nullptr;         // [panels][in_channels], bits of the largest ones
+  Part<float>* parts = nullptr;           // [N][C][parts of a channel]
+  TilePart* tile_parts = nullptr;         // [N][groups of the norm][tiles of a sample]
+  NormShape norm_shape{};                 // where there are tile_parts
+  Norm<float>* norms = nullptr;           // [N][C]
+  GroupStatistics* statistics = nullptr;  // [N][groups of the norm], the caller's, or null
+  float* pooled = nullptr;                // [N][C][pooled height][pooled width]
+  int* pooled_places = nullptr;           // the same, if they are kept
   ConvGradientSums backward{};
 };
 

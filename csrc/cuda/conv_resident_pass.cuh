@@ -83,7 +83,7 @@ class ResidentPass : public PassBase {
   }
 
   __device__ void finish_kept(const Tile& tile) {
-    SampleStatistics(p_, kept(), tile.sample).find_norms();
+    SampleStatistics(p_, kept(), tile.sample).find_norms(tile);
     sync();
     if constexpr (Chain::Reduce::kReducesChannels) {
       reduce(tile);

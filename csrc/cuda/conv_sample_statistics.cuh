@@ -71,7 +71,7 @@ class SampleStatistics {
   }
 
   // Once all tiles of the sample have been measured. No lane goes a way of its own.
-  __device__ void find_norms() const {
+  __device__ void find_norms(const Tile& tile) const {
     constexpr int kBatch = 4;  // loads on their way at a time
     const int last = shape_.tiles - 1;
     // It is likely to come last: until then one line is asked for, not all.
@@ -98,10 +98,13 @@ class SampleStatistics {
       }
     }
     sums.add_lanes(shape_.lanes);
+    const GroupStatistics found = statistics_of(sums, shift, shape_.share, p_.arguments.eps);
+    if (p_.statistics != nullptr && exists_ && tile.part == 0 && lane() == 0)
+      p_.statistics[tile.sample * shape_.groups + first_channel_ / shape_.channels] = found;
     for (int i = lane(); exists_ && i < shape_.channels; i += shape_.lanes) {
       const int c = first_channel_ + i;
       const float2 affine = kept_.affine[c];
-      kept_.norms[c] = norm_of<float>(sums, shift, shape_.share, p_.arguments.eps, affine.x, affine.y);
+      kept_.norms[c] = norm_of<float>(found, affine.x, affine.y);
     }
   }
 

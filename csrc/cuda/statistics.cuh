@@ -93,37 +93,58 @@ struct Sums {
   }
 };
 
-// GroupNorm of a channel with this weight and bias, from its group's sums; share: 1 / the group's values.
-template <class T>
-__device__ Norm<T> norm_of(const Sums<double>& sums, double shift, double share, double eps, double weight,
-                           double bias) {
+// Of a group, from its sums; share: 1 / the group's values.
+__device__ inline GroupStatistics statistics_of(const Sums<double>& sums, double shift, double share,
+                                                double eps) {
   const double offset = sums.sum * share;
   const double m2 = sums.squares - sums.sum * offset;
   const double variance = (m2 < 0 ? 0.0 : m2) * share;
+  return {shift + offset, rsqrt(variance + eps)};
+}
+
+// GroupNorm of a channel with this weight and bias.
+template <class T>
+__device__ Norm<T> norm_of(const GroupStatistics& statistics, double weight, double bias) {
   Channel<T> channel{};
-  set_norm(channel, weight, bias, shift + offset, rsqrt(variance + eps));
+  set_norm(channel, weight, bias, statistics);
   return {channel.mean, channel.norm_scale, channel.norm_shift};
 }
 
+// Where statistics go: as a norm for each channel, and for backward as they are.
+template <class T>
+struct StatisticsOutput {
+  Norm<T>* norms;               // [N][C]
+  GroupStatistics* statistics;  // [N][groups], or null
+};
+
 // Queues the statistics of a tensor of N samples, whose groups have so many parts each: parts is
-// [N][groups][parts_per_group], norms is [N][C]. pixels: of a channel. overlaps: see launch.cuh.
+// [N][groups][parts_per_group]. pixels: of a channel. overlaps: see launch.cuh.
 template <class T, class P>
 cudaError_t launch_group_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t samples,
                                     int64_t channels, int64_t pixels, const Arguments& arguments,
-                                    Norm<T>* norms, bool overlaps, cudaStream_t stream);
+                                    const StatisticsOutput<T>& to, bool overlaps, cudaStream_t stream);
 
 // Loads its kernel onto the current device.
 template <class T, class P>
 cudaError_t load_group_statistics();
 
+// Queues norms without weight and bias: norms is [N][C], statistics is [N][groups].
+template <class T>
+cudaError_t launch_unit_norms(const GroupStatistics* statistics, int64_t samples, int64_t channels,
+                              int64_t groups, Norm<T>* norms, cudaStream_t stream);
+
+// Loads its kernel onto the current device.
+template <class T>
+cudaError_t load_unit_norms();
+
 // The same for parts of channels: parts is [N][C][parts_per_channel].
 template <class T>
 cudaError_t launch_statistics(const Part<T>* parts, int64_t parts_per_channel, int64_t samples,
-                              int64_t channels, int64_t pixels, const Arguments& arguments, Norm<T>* norms,
-                              bool overlaps, cudaStream_t stream) {
+                              int64_t channels, int64_t pixels, const Arguments& arguments,
+                              const StatisticsOutput<T>& to, bool overlaps, cudaStream_t stream) {
   const int64_t group_channels = channels / arguments.num_groups;
   return launch_group_statistics<T>(parts, parts_per_channel * group_channels, samples, channels, pixels,
-                                    arguments, norms, overlaps, stream);
+                                    arguments, to, overlaps, stream);
 }
 
 }  // namespace FUSEDCONV_TARGET

@@ -54,6 +54,12 @@ class BackwardRun {
   // Whether there is anything to do.
   bool runs() const { return runs_; }
 
+  // Queues the norms without weight and bias, which all others take.
+  cudaError_t launch_norms(int64_t first_sample, int64_t samples, cudaStream_t stream) const {
+    return launch_unit_norms(problem_.statistics + first_sample * groups(), samples, channels_, groups(),
+                             norms_, stream);
+  }
+
   // What launch_strips() takes of samples from some on, which passes of the conv find.
   ConvFindings findings(int64_t first_sample) const {
     const Elements grad = elements_from(problem_.grad, problem_.grad_dtype, first_sample * results());
@@ -70,7 +76,8 @@ class BackwardRun {
     if (!runs_) return cudaSuccess;
     const BackwardWork<T> work = work_of(first_sample, samples, v, problem_.wants_v ? grad_v : nullptr);
     bool overlaps = false;  // with the kernel before; the first one does not
-    if (const cudaError_t status = launch_before_gradient(work, overlaps, stream)) return status;
+    if (const cudaError_t status = launch_before_gradient(first_sample, work, overlaps, stream))
+      return status;
     if (!writes_) return cudaSuccess;
     return launch_planes(write_gradient<Chain, T>, blocks_of(work.planes), work, overlaps, stream);
   }
@@ -82,7 +89,8 @@ class BackwardRun {
     if (!problem_.wants_v) pack.to.units = nullptr;
     pack.shape = pack_shape(grad_v, samples, pack_width(pack.work), int(kPools ? pooled(1) : 0));
     bool overlaps = false;
-    if (const cudaError_t status = launch_before_gradient(pack.work, overlaps, stream)) return status;
+    if (const cudaError_t status = launch_before_gradient(first_sample, pack.work, overlaps, stream))
+      return status;
     if (!writes_) return cudaSuccess;
     const LaunchShape shape{grid_of(samples * grad_v.rows, 1), kGradientThreads,
                             int(PackMemory<Chain>::bytes(channels_, pack.shape.pitch)), overlaps};
@@ -155,6 +163,9 @@ class BackwardRun {
     if constexpr (kNeedsStatistics && !kPools) {
       if (const cudaError_t status = load_kernel(sums_after_norm<Chain, T>)) return status;
     }
+    if constexpr (kNeedsStatistics) {
+      if (const cudaError_t status = load_unit_norms<T>()) return status;
+    }
     if (const cudaError_t status = load_parameter_sums<T>()) return status;
     return load_kernel(write_gradient<Chain, T>);
   }
@@ -173,10 +184,11 @@ class BackwardRun {
   }
 
   // All that the gradient of v at a place takes, and the sums behind the norm.
-  cudaError_t launch_before_gradient(const BackwardWork<T>& work, bool& overlaps, cudaStream_t stream) const {
+  cudaError_t launch_before_gradient(int64_t first_sample, const BackwardWork<T>& work, bool& overlaps,
+                                     cudaStream_t stream) const {
     if (!fits()) return cudaErrorInvalidValue;
     if constexpr (kNeedsStatistics) {
-      if (const cudaError_t status = launch_unit_norms(work.samples, work.v.data, stream)) return status;
+      if (const cudaError_t status = launch_norms(first_sample, work.samples, stream)) return status;
       overlaps = card_.overlaps_kernels;
     }
     if (const cudaError_t status = launch_reduction(work, overlaps, stream)) return status;
@@ -301,12 +313,6 @@ class BackwardRun {
     if constexpr (kNeedsStatistics) {
       norms_ = workspace.take<Norm<T>>(step_samples * channels_);
       means_ = workspace.take<GroupMeans<T>>(step_samples * groups());
-      if (step_.kind != StepKind::kStrips)
-        visit_input([&](auto element) {
-          moments_ = workspace.take<Part<double>>(
-              count_of_parts(moments_work<decltype(element)>(step_samples, nullptr)));
-          return cudaSuccess;
-        });
     }
     if constexpr (kPools) {
       window_place_ = workspace.take<int>(step_samples * channels_ * windows_);
@@ -328,40 +334,6 @@ class BackwardRun {
         sums.of[kind] = workspace.take<double>(samples_ * channels_ * slices);
     }
     return sums;
-  }
-
-  // ---- the norm, without weight and bias ----
-
-  // Calls visit with an element of v's dtype, where that is computed in T.
-  template <class Visit>
-  cudaError_t visit_input(const Visit& visit) const {
-    return visit_element(problem_.v.dtype, [&](auto element) {
-      if constexpr (std::is_same_v<Compute<decltype(element)>, T>) return visit(element);
-      return cudaErrorInvalidValue;
-    });
-  }
-
-  // A plan's number of parts is the same for any v.
-  template <class In>
-  TensorWork<T> moments_work(int64_t samples, const void* v) const {
-    constexpr cuda::TensorTraits kTraits = tensor_traits<Chain, In>();
-    const TensorShape shape{samples, channels_, pixels_, false, groups(), 1};
-    const int widest = widest_load(kTraits, shape);
-    const int width = is_aligned(v, widest * sizeof(In)) ? widest : 1;
-    Arguments arguments = problem_.arguments;
-    arguments.norm_weight = {};
-    arguments.norm_bias = {};
-    TensorWork<T> work = tensor_work<T>(shape, plan_moments(kTraits, shape, width, card_), v, arguments);
-    work.parts = moments_;
-    return work;
-  }
-
-  cudaError_t launch_unit_norms(int64_t samples, const void* v, cudaStream_t stream) const {
-    return visit_input([&](auto element) {
-      using In = decltype(element);
-      TensorWork<T> work = moments_work<In>(samples, v);
-      return launch_norms<Chain, In>(work, norms_, card_.overlaps_kernels, stream);
-    });
   }
 
   // ---- what the kernels get ----
@@ -480,7 +452,6 @@ class BackwardRun {
   PartialSums after_norm_{};
   PartialSums of_all_{};
   // Of a step's.
-  Part<double>* moments_ = nullptr;
   Norm<T>* norms_ = nullptr;
   GroupMeans<T>* means_ = nullptr;
   int* window_place_ = nullptr;
@@ -517,14 +488,7 @@ class TensorBackward {
   // Loads the kernels of steps that give a tensor onto the current device, and those before packed rows.
   static cudaError_t load() {
     if (const cudaError_t status = BackwardRun<Chain, float>::load()) return status;
-    if (const cudaError_t status = BackwardRun<Chain, double>::load()) return status;
-    if constexpr (Chain::kNeedsStatistics) {
-      if (const cudaError_t status = load_pieces<Chain, float>()) return status;
-      if (const cudaError_t status = load_pieces<Chain, double>()) return status;
-      if (const cudaError_t status = load_pieces<Chain, __nv_bfloat16>()) return status;
-      return load_pieces<Chain, __half>();
-    }
-    return cudaSuccess;
+    return BackwardRun<Chain, double>::load();
   }
 
  private:

@@ -87,6 +87,7 @@ class TensorRun {
     work_ = tensor_work<T>(shape, plan_tensor(kTraits, shape, may_start(widest) ? widest : 1, card),
                            input_.data, problem_.arguments);
     work_.output = output_;
+    work_.statistics = problem_.statistics;
     if (kNeedsStatistics && !work_.plan.resident) {
       work_.parts = workspace_.take<Part<double>>(count_of_parts(work_));
       norms_ = workspace_.take<Norm<T>>(shape.samples * shape.channels);

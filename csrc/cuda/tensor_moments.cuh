@@ -78,9 +78,11 @@ class TensorMoments {
 #pragma unroll 1
       for (int block = 0; block < int(tile_.plan.slices); ++block)
         sums.add(of_group[block * tile_.plan.groups], shift);
+      const GroupStatistics found =
+          statistics_of(sums, shift, tile_.work.share_of_value, tile_.work.arguments.eps);
+      if (tile_.work.statistics != nullptr && tile_.piece.slice == 0) write_statistics(c, found);
       tile_.set_parameters(
-          c, norm_of<T>(sums, shift, tile_.work.share_of_value, tile_.work.arguments.eps,
-                        tile_.parameter(Tile::kNormScale, c), tile_.parameter(Tile::kNormShift, c)));
+          c, norm_of<T>(found, tile_.parameter(Tile::kNormScale, c), tile_.parameter(Tile::kNormShift, c)));
     }
   }
 
@@ -107,6 +109,14 @@ class TensorMoments {
 
  private:
   static constexpr int kChannels = Tile::kChannels;
+
+  // By the thread that has the group's first channel.
+  __device__ void write_statistics(int c, const GroupStatistics& found) const {
+    const int group = tile_.plan.by_group_channels.divide(c);
+    if (c != group * tile_.plan.group_channels) return;
+    const int64_t first = tile_.piece.channel / tile_.plan.group_channels;
+    tile_.work.statistics[tile_.piece.sample * tile_.work.shape.groups + first + group] = found;
+  }
 
   __device__ Deviations<T>* parts() const {
     return reinterpret_cast<Deviations<T>*>(shared_memory + tile_.plan.parts_at);

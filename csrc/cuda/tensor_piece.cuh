@@ -27,9 +27,10 @@ struct TensorWork {
   const void* input;
   Tensor output;
   Arguments arguments;
-  Part<double>* parts;    // [samples][groups][units_per_group * slices]
-  const Norm<T>* norms;   // [samples][channels]
-  double share_of_value;  // in a group's mean
+  Part<double>* parts;          // [samples][groups][units_per_group * slices]
+  const Norm<T>* norms;         // [samples][channels]
+  GroupStatistics* statistics;  // [samples][groups], or null
+  double share_of_value;        // in a group's mean
   int64_t pieces;
 };
 

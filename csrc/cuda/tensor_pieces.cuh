@@ -73,10 +73,11 @@ cudaError_t launch_pieces(TensorWork<Compute<In>>& work, TensorStep step, bool o
 template <class Chain, class In>
 cudaError_t launch_norms(TensorWork<Compute<In>>& work, Norm<Compute<In>>* norms, bool overlaps,
                          cudaStream_t stream) {
+  const StatisticsOutput<Compute<In>> to{norms, work.statistics};
   if (const cudaError_t status = launch_pieces<Chain, In>(work, TensorStep::kMoments, false, stream))
     return status;
   return launch_group_statistics<Compute<In>>(work.parts, parts_per_group(work), work.shape.samples,
-                                              work.shape.channels, work.shape.pixels, work.arguments, norms,
+                                              work.shape.channels, work.shape.pixels, work.arguments, to,
                                               overlaps, stream);
 }
 

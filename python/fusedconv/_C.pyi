@@ -33,12 +33,17 @@ class Launch:
         """``tensors``: names and dtype codes of those whose pointers the runs bring, in their order. The parameters among
         them have C contiguous elements."""
 
-    def on_cpu(self, pointers: Sequence[int], output: int, threads: int, /) -> None: ...
+    def on_cpu(self, pointers: Sequence[int], output: int, statistics: int, threads: int, /) -> None:
+        """``statistics``: memory for those of the norm, contiguous float64 (N, num_groups, 2), the mean and
+        1 / sqrt(variance + eps) of each group; or 0."""
+
     def prepare_cuda(self, device: int, /) -> tuple[int, str]:
         """Plans the launch for a device. Gives the bytes of memory that each run wants, -1 where the conv is left to
         PyTorch, and the plan of a conv in words."""
 
-    def on_cuda(self, pointers: Sequence[int], output: int, workspace: int, stream: int, /) -> None:
+    def on_cuda(
+        self, pointers: Sequence[int], output: int, statistics: int, workspace: int, stream: int, /
+    ) -> None:
         """On the device that it was prepared for. ``workspace``: memory at a multiple of 256, or 0 if it wants none."""
 
 class Backward:
@@ -57,7 +62,8 @@ class Backward:
         wants_v: bool,
         /,
     ) -> None:
-        """``tensors``: as for a launch; "grad" is the gradient of the output, and "input" is v.
+        """``tensors``: as for a launch; "grad" is the gradient of the output, "input" is v, and "statistics" are a
+        launch's.
 
         ``conv``: the form of "input", contiguous, and the conv; then v has no memory, but is computed again. ``grad_v``:
         the dtype code of v's gradient. ``gradients``: names of the tensors whose gradients are wanted. A parameter's has

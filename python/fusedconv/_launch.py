@@ -105,7 +105,7 @@ def channels_of(args: Sequence[Any], conv: bool) -> int:
 
 def _by_setting(runs: Mapping[str, Run]) -> Run:
     """The setting counts when the call is made."""
-    return lambda args: runs[get_float32_precision()](args)
+    return lambda args, statistics: runs[get_float32_precision()](args, statistics)
 
 
 def as_vector(parameter: Tensor, channels: int) -> Tensor:
@@ -118,7 +118,9 @@ def fail_as_freed(name: str) -> NoReturn:
     raise RuntimeError(f"{name} has no memory: its storage was freed")
 
 
-Run = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, launches, gives the output
+# Takes an operator's arguments, and memory for the statistics of its norm or None; launches, gives the output.
+Run = Callable[[Sequence[Any], Tensor | None], Tensor]
+ConvRun = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, gives the conv's output
 Start = Callable[..., None]  # takes pointers, in the order of the launch's ``on_cpu`` and ``on_cuda``
 
 
@@ -164,8 +166,9 @@ class Launcher:
         self.has_conv = has_conv
         self.names = names
         self.stores = not chain.reduces_channels and "pool_size" not in names
+        self.has_norm = chain.has_norm
 
-    def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: Run, precision: str | None) -> Run:
+    def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: ConvRun, precision: str | None) -> Run:
         """Our own conv, or PyTorch's and then the chain."""
         if self.has_conv:
             plan = self.plan_cpu(args, output)
@@ -174,7 +177,9 @@ class Launcher:
                 return self.prepare(plan.launch, args, output, on_cpu(plan.launch))
         return self._two_steps(args, output, source, on_cpu)
 
-    def prepare_cuda(self, args: Sequence[Any], output: Tensor, source: Run, precision: str | None) -> Run:
+    def prepare_cuda(
+        self, args: Sequence[Any], output: Tensor, source: ConvRun, precision: str | None
+    ) -> Run:
         """Our own conv, or PyTorch's and then the chain."""
         device = args[0].get_device()
 
@@ -218,18 +223,18 @@ class Launcher:
         _log.debug("%s: %s", call, words)
 
     def _two_steps(
-        self, args: Sequence[Any], output: Tensor, source: Run, on_device: Callable[[_C.Launch], Start]
+        self, args: Sequence[Any], output: Tensor, source: ConvRun, on_device: Callable[[_C.Launch], Start]
     ) -> Run:
         numbers = self.numbers(args)
         prepared: dict[tuple[int, ...], Run] = {}
 
-        def run(args: Sequence[Any]) -> Tensor:
+        def run(args: Sequence[Any], statistics: Tensor | None) -> Tensor:
             v = source(args)
             args = (v, *args[1:])
             stride = v.stride()  # PyTorch's choice: not all that it depends on is in the signature
             if stride not in prepared:
                 prepared[stride] = prepare(args)
-            return prepared[stride](args)
+            return prepared[stride](args, statistics)
 
         def prepare(args: Sequence[Any]) -> Run:
             launch = self._launch(args, output, numbers)
@@ -279,23 +284,23 @@ class Launcher:
         # A new one like this is quicker than one of a named dtype and device.
         empty = torch.empty(0, dtype=output.dtype, device=args[0].device)
 
-        def run(args: Sequence[Any]) -> Tensor:
+        def run(args: Sequence[Any], statistics: Tensor | None) -> Tensor:
             output = empty.new_empty_strided(size, stride)
             if has_elements:
                 pointers = [args[i].data_ptr() for i in places]
                 if not all(pointers):  # to a kernel 0 would mean that the argument is absent
                     fail_as_freed(names[pointers.index(0)])
-                start(pointers, output.data_ptr())
+                start(pointers, output.data_ptr(), 0 if statistics is None else statistics.data_ptr())
             return output
 
         unready, channels = self.unready(args, conv), channels_of(args, conv)
 
-        def make_ready_and_run(args: Sequence[Any]) -> Tensor:
+        def make_ready_and_run(args: Sequence[Any], statistics: Tensor | None) -> Tensor:
             args = list(args)
             for i in unready:
                 args[i].data_ptr() or fail_as_freed(self.names[i])
                 args[i] = as_vector(args[i], channels)
-            return run(args)
+            return run(args, statistics)
 
         return make_ready_and_run if unready else run
 

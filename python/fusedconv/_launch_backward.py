@@ -13,8 +13,8 @@ from . import _C
 from ._conv import GEOMETRY, TENSORS
 from ._launch import (
     VECTORS,
+    ConvRun,
     Launcher,
-    Run,
     Start,
     as_vector,
     channels_of,
@@ -28,6 +28,7 @@ from ._launch import (
 from .chains import IDENTITY, compute_dtype
 
 Gradients = dict[int, Tensor]  # by the places of what they belong to among the operator's arguments
+# Arguments are an operator's, and the statistics of its norm after them; None where it has no norm.
 # From v, the output's gradient and the arguments: gradients of the chain's own parameters, and of v.
 ChainBackward = Callable[[Tensor, Tensor, Sequence[Any]], tuple[Gradients, Tensor]]
 # From the output's gradient and the arguments: all gradients that are wanted.
@@ -65,6 +66,7 @@ class _Prepared:
 
     names: Sequence[str]
     places: Sequence[int]  # of what it reads, but the output's gradient
+    has_norm: bool
     unready: Sequence[int]
     channels: int
     found: Sequence[tuple[int, Tensor, Sequence[int]]]  # place, an empty tensor, size of each gradient
@@ -79,6 +81,8 @@ class _Prepared:
         for i in self.unready:
             args[i] = as_vector(args[i], self.channels)
         args[0] = args[0].contiguous()
+        if self.has_norm:
+            args[self.places[-1]] = args[self.places[-1]].contiguous()
         return args, grad.contiguous()
 
     def run(self, ready: Sequence[Any], grad: Tensor, grad_v: Tensor | None) -> Gradients:
@@ -99,7 +103,7 @@ class BackwardLauncher:
         names = [*forward.names[TENSORS], *forward.names[GEOMETRY]]
         self._conv = Launcher(IDENTITY, names, has_conv=True)
 
-    def conv_on_cpu(self, args: Sequence[Any], v: Tensor) -> Run | None:
+    def conv_on_cpu(self, args: Sequence[Any], v: Tensor) -> ConvRun | None:
         """Computes v again, as forward did; None where PyTorch's conv does: also where something is reduced, as then the
         whole step took longer with ours, by a tenth."""
         if not self._forward.stores:
@@ -108,7 +112,7 @@ class BackwardLauncher:
         self._forward.tell(args, plan.words, backward=True)
         return None if plan.launch is None else self._conv_run(args, v, plan.launch, on_cpu(plan.launch))
 
-    def conv_on_cuda(self, args: Sequence[Any], v: Tensor, precision: str) -> Run | None:
+    def conv_on_cuda(self, args: Sequence[Any], v: Tensor, precision: str) -> ConvRun | None:
         """The same, where the conv's gradients are PyTorch's."""
         device = args[0].get_device()
         plan = self._conv.plan_cuda(_of_conv(args), v, device, precision)
@@ -116,9 +120,9 @@ class BackwardLauncher:
             return None
         return self._conv_run(args, v, plan.launch, on_cuda(plan.launch, device, plan.workspace_bytes))
 
-    def _conv_run(self, args: Sequence[Any], v: Tensor, launch: _C.Launch, start: Start) -> Run:
+    def _conv_run(self, args: Sequence[Any], v: Tensor, launch: _C.Launch, start: Start) -> ConvRun:
         run = self._conv.prepare(launch, _of_conv(args), v, start)
-        return lambda args: run(_of_conv(args))
+        return lambda args: run(_of_conv(args), None)
 
     def chain_on_cpu(self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted) -> ChainBackward:
         """The chain's part, in float32 or float64."""
@@ -188,6 +192,8 @@ class BackwardLauncher:
     ) -> _C.Backward:
         forward = self._forward
         tensors = [(name, code(args[i])) for name, i in forward.places(args, conv is not None).items()]
+        if forward.has_norm:
+            tensors.append(("statistics", _C.FLOAT64))
         gradients = [forward.names[i] for i in (wanted.all if conv else wanted.own)]
         return _C.Backward(
             forward.chain, [*tensors, ("grad", code(grad))], form(v), conv, forward.numbers(args),
@@ -227,4 +233,14 @@ class BackwardLauncher:
             for i in wanted
         ]
         places = list(forward.places(args, conv).values())
-        return _Prepared(forward.names, places, forward.unready(args, conv), channels, found, start)
+        if forward.has_norm:
+            places.append(len(forward.names))
+        return _Prepared(
+            [*forward.names, "statistics"],
+            places,
+            forward.has_norm,
+            forward.unready(args, conv),
+            channels,
+            found,
+            start,
+        )

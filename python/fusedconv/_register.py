@@ -1,7 +1,8 @@
 """What torch is told about the operators, and all of it: the only module that uses ``torch.library``.
 
 Every record of ``chains.CHAINS`` gives two operators, ``<chain>`` and ``conv2d_<chain>``, and each operator a
-private ``_<operator>_backward``. A call meets these dispatch keys from top to bottom, and so does the reader:
+private ``_<operator>_backward``; those with a norm have ``_<operator>_with_statistics``, which is what training calls.
+A call meets these dispatch keys from top to bottom, and so does the reader:
 
     FuncTorchBatched                                         torch.func.vmap
     Autocast        casts what PyTorch's autocast would cast; keeps the output dtype of the unfused chain
@@ -74,12 +75,16 @@ def _define(schema: str) -> Any:
     return getattr(torch.ops.fusedconv, schema.partition("(")[0]).default
 
 
-def _implement(name: str, *, vmap: Function, autograd: Function, fake: Function, **kernels: Function) -> None:
-    LIBRARY.impl(name, partial(_batched, vmap), "FuncTorchBatched")
-    torch.library.register_fake(f"fusedconv::{name}", fake, lib=LIBRARY)
-    LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
-    for key, kernel in kernels.items():
-        LIBRARY.impl(name, kernel, key)
+def _implement(name: str, rules: Operator | WithStatistics | Backward) -> None:
+    """One rule for each of the keys above."""
+    LIBRARY.impl(name, partial(_batched, rules.vmap), "FuncTorchBatched")
+    LIBRARY.impl(name, partial(rules.autocast, "cpu"), "AutocastCPU")
+    LIBRARY.impl(name, partial(rules.autocast, "cuda"), "AutocastCUDA")
+    LIBRARY.impl(name, rules.autograd, "Autograd", with_keyset=True)
+    LIBRARY.impl(name, rules.cpu, "CPU")
+    LIBRARY.impl(name, rules.cuda, "CUDA")
+    torch.library.register_fake(f"fusedconv::{name}", rules.fake, lib=LIBRARY)
+    LIBRARY.impl(name, rules.plain, "CompositeExplicitAutograd")
 
 
 class Operator:
@@ -110,19 +115,9 @@ class Operator:
         self.pairs = [i for i, a in enumerate(arguments) if "List" in str(a.type)]
         self.launcher = Launcher(chain, names, has_conv)
         self.prepared: dict[tuple[Any, ...], Run] = {}
+        self.with_statistics = WithStatistics(self, schema, names) if chain.has_norm else None
         self.backward = Backward(self, schema)
-
-        _implement(
-            self.name,
-            AutocastCPU=partial(self.autocast, "cpu"),
-            AutocastCUDA=partial(self.autocast, "cuda"),
-            vmap=self.vmap,
-            autograd=self.autograd,
-            CPU=self.cpu,
-            CUDA=self.cuda,
-            fake=self.fake,
-            CompositeExplicitAutograd=self.plain,
-        )
+        _implement(self.name, self)
 
     def autocast(self, device: str, *given: Any, **options: Any) -> Tensor:
         """Casts what the conv takes, and nothing else.
@@ -155,38 +150,49 @@ class Operator:
         tensors = [given[i] for i in self.places[len(given)]]
         tangent = _has_tangent(tensors)
         if not tangent and not _needs_gradient(tensors):
-            return self.below_autograd(keyset, *given, **options)
+            output: Tensor = _below_autograd(self.op, self.cpu, keyset, given, options)
+            return output
         if tangent or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
         if options.get("precision") is None and not is_traced():
             options["precision"] = get_float32_precision()  # backward uses what forward used
-        output: Tensor = _record(self, keyset, options, given, *tensors)
-        return output
+        recorded: Tensor = _record(self, keyset, options, given, *tensors)
+        return recorded
 
-    def below_autograd(self, keyset: Any, *args: Any, **options: Any) -> Tensor:
-        if keyset.raw_repr() & _BELOW == _CPU_ONLY:
-            return self.cpu(*args, **options)  # the dispatcher would convert all arguments there and back
-        with torch._C._AutoDispatchBelowAutograd():
-            output: Tensor = self.op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
-        return output
+    def record(
+        self, keyset: Any, given: Sequence[Any], options: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, and the statistics of the norm where there are any for backward."""
+        if self.with_statistics is None or not (given[0].is_cpu or given[0].is_cuda):
+            return _below_autograd(self.op, self.cpu, keyset, given, options), None
+        output, statistics = self.with_statistics.autograd(keyset, *given, **options)
+        return output, statistics
 
     def cpu(self, *given: Any, **options: Any) -> Tensor:
+        return self.run_on_cpu(given, options)(given, None)
+
+    def cuda(self, *given: Any, **options: Any) -> Tensor:
+        run = self.run_on_cuda(given, options)
+        return self.plain(*given, **options) if run is None else run(given, None)
+
+    def run_on_cpu(self, given: Sequence[Any], options: Mapping[str, Any]) -> Run:
         signature = self.signature(given, options)
         run = self.prepared.get(signature)
         if run is None:
             run = self.prepare(signature, self.launcher.prepare_cpu, given, **options)
-        return run(given)
+        return run
 
-    def cuda(self, *given: Any, **options: Any) -> Tensor:
+    def run_on_cuda(self, given: Sequence[Any], options: Mapping[str, Any]) -> Run | None:
+        """None where no kernel of this build can run."""
         # -1 where only another argument is on CUDA: the checks will say so
         device = -1 if given[0] is None else given[0].get_device()
         if device < 0 or not self.launcher.has_cuda(device):
-            return self.plain(*given, **options)
+            return None
         signature = (*self.signature(given, options), *[a.device for a in given if isinstance(a, Tensor)])
         run = self.prepared.get(signature)
         if run is None:
             run = self.prepare(signature, self.launcher.prepare_cuda, given, **options)
-        return run(given)
+        return run
 
     def signature(self, given: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
         """All that the checks and the launch depend on, but for devices: a CPU kernel meets no others."""
@@ -274,8 +280,58 @@ class Operator:
         return shape, dtype, torch.channels_last if channels_last else torch.contiguous_format
 
 
+class WithStatistics:
+    """``_<operator>_with_statistics(<the operator's arguments>)``: the output, and the statistics of its norm.
+
+    They are float64 ``[N, num_groups, 2]``: of each group the mean and ``1 / sqrt(variance + eps)``. Kernels write
+    them, and kernels alone read them, in backward: where PyTorch computes forward it computes backward too.
+    """
+
+    def __init__(self, operator: Operator, schema: str, names: Sequence[str]) -> None:
+        self.operator = operator
+        self.num_groups = names.index("num_groups")
+        name = f"_{operator.name}_with_statistics"
+        self.op = _define(f"{name}({schema}, {_OPTIONS}) -> (Tensor, Tensor)")
+        _implement(name, self)
+
+    def autocast(self, device: str, *given: Any, **options: Any) -> Any:
+        with _without_autocast(device):
+            return self.op(*given, **options)
+
+    def vmap(self, batch_size: int, in_dims: Sequence[int | None], *given: Any, **options: Any) -> Any:
+        return _mapped(self.op, batch_size, in_dims, given, options)
+
+    def autograd(self, keyset: Any, *given: Any, **options: Any) -> Any:
+        """Below the operator, which records the gradient; nothing is to be recorded here."""
+        return _below_autograd(self.op, self.cpu, keyset, given, options)
+
+    def cpu(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        run = self.operator.run_on_cpu(given, options)
+        statistics = self.empty(given)
+        return run(given, statistics), statistics
+
+    def cuda(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        run = self.operator.run_on_cuda(given, options)
+        if run is None:
+            return self.plain(*given, **options)
+        statistics = self.empty(given)
+        return run(given, statistics), statistics
+
+    def fake(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.operator.fake(*given, **options), self.empty(given)
+
+    def plain(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.operator.plain(*given, **options), self.empty(given)
+
+    def empty(self, given: Sequence[Any]) -> Tensor:
+        """Memory for the statistics; the arguments have been checked."""
+        input = given[0]
+        statistics: Tensor = input.new_empty((input.shape[0], given[self.num_groups], 2), dtype=torch.float64)
+        return statistics
+
+
 class _Gradient(torch.autograd.Function):
-    """Keeps the arguments, not the conv's output; backward computes that again.
+    """Keeps the arguments and the norm's statistics, not the conv's output; backward computes that again.
 
     ``given`` holds the ``tensors`` too: autograd wants them by themselves, and the operator in their places.
     """
@@ -284,21 +340,23 @@ class _Gradient(torch.autograd.Function):
     def forward(
         ctx: Any, operator: Operator, keyset: Any, options: Any, given: Sequence[Any], *tensors: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(*tensors)
+        output, statistics = operator.record(keyset, given, options)
+        ctx.save_for_backward(*tensors, statistics)
         ctx.operator, ctx.precision = operator, options.get("precision")
         ctx.rest = rest = list(given)
         for i in operator.places[len(rest)]:
             rest[i] = None
-        return operator.below_autograd(keyset, *given, **options)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         operator, needed = ctx.operator, ctx.needs_input_grad[4:]
         args = list(operator.complete(ctx.rest))
-        for i, tensor in zip(operator.tensors, ctx.saved_tensors, strict=False):
+        *tensors, statistics = ctx.saved_tensors
+        for i, tensor in zip(operator.tensors, tensors, strict=False):
             args[i] = tensor
         mask = [*needed, *[False] * (len(operator.tensors) - len(needed))]
-        found = _tuple(operator.backward.op(grad, *args, mask, precision=ctx.precision))
+        found = _tuple(operator.backward.op(grad, *args, statistics, mask, precision=ctx.precision))
         gradients = [gradient if needs else None for gradient, needs in zip(found, needed, strict=False)]
         return (None, None, None, None, *gradients)
 
@@ -334,9 +392,10 @@ def _has_kernels_on_cpu(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
 
 
 class Backward:
-    """``_<operator>_backward(grad, <the operator's arguments>, output_mask)``: a gradient for each tensor.
+    """``_<operator>_backward(grad, <arguments>, statistics, output_mask)``: a gradient for each tensor.
 
-    It is like ``torch.empty_like(argument)``, or has no elements where the mask, with an entry for each, does
+    After the arguments stand the statistics of the norm, None where there is none or where kernels do not serve.
+    A gradient is like ``torch.empty_like(argument)``, or has no elements where the mask, with an entry for each, does
     not ask for it: Inductor takes no undefined tensors, ``is_grads_batched`` no list of those wanted.
     v is computed again. All of it is ours where the conv's kernels serve. Elsewhere PyTorch has the conv's part, and
     a kernel the chain's: on the CPU in float32 and float64. On other devices, and for double backward, the
@@ -352,27 +411,17 @@ class Backward:
         required = re.sub("=[^,]*", "", schema)
         returns = ", ".join(["Tensor"] * len(operator.tensors))
         self.op = _define(
-            f"{name}(Tensor grad, {required}, bool[] output_mask, *, str? precision=None) -> ({returns})"
+            f"{name}(Tensor grad, {required}, Tensor? statistics, bool[] output_mask, *, str? precision=None) "
+            f"-> ({returns})"
         )
-        _implement(
-            name,
-            AutocastCPU=partial(self.autocast, "cpu"),
-            AutocastCUDA=partial(self.autocast, "cuda"),
-            vmap=self.vmap,
-            autograd=self.autograd,
-            fake=self.fake,
-            CPU=self.cpu,
-            CUDA=self.cuda,
-            CompositeExplicitAutograd=self.plain,
-        )
+        _implement(name, self)
 
     def autocast(self, device: str, *args: Any, **options: Any) -> Any:
         with _without_autocast(device):
             return self.op(*args, **options)
 
     def vmap(self, batch_size: int, in_dims: Sequence[int | None], *args: Any, **options: Any) -> Any:
-        calls = [_tuple(self.op(*sample, **options)) for sample in _unmapped(batch_size, in_dims, args)]
-        return _returns([torch.stack(samples) for samples in zip(*calls, strict=True)])
+        return _mapped(self.op, batch_size, in_dims, args, options)
 
     def autograd(self, keyset: Any, *args: Any, **options: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
@@ -383,8 +432,7 @@ class Backward:
                     "(create_graph=True); use local tensors"
                 )
             return self.again(*args, **options)
-        with torch._C._AutoDispatchBelowAutograd():
-            return self.op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
+        return _below_autograd(self.op, self.cpu, keyset, args, options)
 
     def again(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
         """Differentiable: torch.func.vjp leaves the arguments' own history in place, for double backward."""
@@ -439,19 +487,33 @@ class Backward:
     def by_kernels(
         self, prepare: Function, grad: Tensor, args: Sequence[Any], precision: str | None
     ) -> Gradients:
-        *given, mask = args
+        *given, statistics, mask = args
         signature = (
             *self.operator.signature(given, {"precision": precision}), *mask, grad.shape, grad.dtype, grad.device,
-            *[a.device for a in given if isinstance(a, Tensor)],
+            *[a.device for a in (*given, statistics) if isinstance(a, Tensor)],
+            *(() if statistics is None else (statistics.shape, statistics.dtype)),
         )  # fmt: skip
         find = self.prepared.get(signature)
         if find is None:
             shape, *_ = self.operator.look(given)
             if grad.shape != shape or grad.device != given[0].device:
                 raise RuntimeError(f"grad must have shape {list(shape)}, but has shape {list(grad.shape)}")
+            self.check_statistics(statistics, given)
             find = prepare(grad, given, self.wanted(mask), precision)
             _remember(self.prepared, signature, find)
         return find(grad, args, precision)
+
+    def check_statistics(self, statistics: Tensor | None, args: Sequence[Any]) -> None:
+        if self.operator.with_statistics is None:
+            return
+        like = self.operator.with_statistics.empty(args)
+        if statistics is None:
+            raise RuntimeError("statistics must be a tensor, but is None")
+        if (statistics.shape, statistics.dtype, statistics.device) != (like.shape, like.dtype, like.device):
+            raise RuntimeError(
+                f"statistics must be {like.dtype} of shape {list(like.shape)} on {like.device}, but is "
+                f"{statistics.dtype} of shape {list(statistics.shape)} on {statistics.device}"
+            )
 
     def prepare_cpu(self, grad: Tensor, args: Sequence[Any], wanted: Wanted, precision: str | None) -> Find:
         v = self.example(args)
@@ -497,7 +559,7 @@ class Backward:
 
         def chain_backward(v: Tensor, grad: Tensor, args: Sequence[Any]) -> tuple[Gradients, Tensor]:
             def chain(*leaves: Tensor) -> Tensor:
-                values = list(args)
+                values = list(args[:-1])
                 for i, leaf in zip(wanted.own, leaves, strict=False):
                     values[i] = leaf
                 return self.operator.after_conv(leaves[-1] if wanted.through_v else v, values, dtype)
@@ -516,12 +578,12 @@ class Backward:
         precision: str | None,
     ) -> Gradients:
         """v, then the chain's vector-Jacobian product, then the conv's by PyTorch."""
-        *args, mask = args
+        *args, statistics, mask = args
         wanted = self.wanted(mask)
         if not wanted.all:
             return {}
         v = source(args, precision)
-        gradients, grad_v = chain_backward(v, grad, args)
+        gradients, grad_v = chain_backward(v, grad, (*args, statistics))
         del v  # the conv's backward needs its memory
         if not wanted.through_v:
             return gradients
@@ -568,6 +630,15 @@ def _is_channels_last(input: Tensor, weight: Tensor | None) -> bool:
         and over_height * height <= over_batch
         and over_height * height != over_channels  # all alike: NCHW, as in ATen
     )
+
+
+def _below_autograd(
+    op: Any, cpu: Function, keyset: Any, args: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    if keyset.raw_repr() & _BELOW == _CPU_ONLY:
+        return cpu(*args, **options)  # the dispatcher would convert all arguments there and back
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
 
 
 def _result(argument: Tensor, gradient: Tensor, taken: set[int]) -> Tensor:
@@ -647,6 +718,14 @@ def _batched(rule: Function, *given: Any, **options: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(_BATCHED):
         result = rule(interpreter.batch_size(), in_dims, *args, **options)
     return tree_map(lambda tensor: torch._C._functorch._add_batch_dim(tensor, 0, level), result)
+
+
+def _mapped(
+    op: Any, batch_size: int, in_dims: Sequence[int | None], args: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """A call for each entry of the mapped dimension."""
+    calls = [_tuple(op(*sample, **options)) for sample in _unmapped(batch_size, in_dims, args)]
+    return _returns([torch.stack(samples) for samples in zip(*calls, strict=True)])
 
 
 def _unmapped(batch_size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Iterator[list[Any]]:

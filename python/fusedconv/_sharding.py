@@ -42,15 +42,20 @@ def _forward(operator: Operator, *args: Any, **options: Any) -> Rules:
     return [([batch], _place(operator, args, batch)) for batch in (Shard(0), Replicate())]
 
 
+def _with_statistics(operator: Operator, *args: Any, **options: Any) -> Rules:
+    return [([output, output], places) for [output], places in _forward(operator, *args)]
+
+
 def _backward(operator: Operator, grad: Any, *args: Any, **options: Any) -> Rules:
     """Each device has its samples' share of a parameter's gradient."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    *arguments, _ = args  # without the mask: what it does not ask for has no elements, wherever they are
+    # Without the mask: what it does not ask for has no elements, wherever they are.
+    *arguments, statistics, _ = args
     return [
         (
             [share if i else batch for i in operator.tensors],
-            [batch, *_place(operator, arguments, batch), None],
+            [batch, *_place(operator, arguments, batch), None if statistics is None else batch, None],
         )
         for batch, share in ((Shard(0), Partial()), (Replicate(), Replicate()))
     ]
@@ -67,7 +72,10 @@ def _register() -> None:
         _log.info("no rules for DTensor of this torch: %s", error)
         return
     for operator in OPERATORS.values():
-        for op, rule in ((operator.op, _forward), (operator.backward.op, _backward)):
+        rules = [(operator.op, _forward), (operator.backward.op, _backward)]
+        if operator.with_statistics is not None:
+            rules.append((operator.with_statistics.op, _with_statistics))
+        for op, rule in rules:
             register_sharding(op)(partial(rule, operator))
             # DTensor remembers the output's shape by the arguments it is told to look at. register_sharding tells
             # it to pass over those before the first int: stride and padding.
