@@ -209,7 +209,7 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
     }
     const bool is_whole = tile.rows == t.tile_rows && tile.cols == t.tile_cols;
     rows.pixels = is_whole ? whole : pixel_mask<kColumns>(t, rows.stacked(t), tile.rows, tile.cols);
-    pass.prepare(tile, rows);
+    pass.template prepare<kColumns>(tile, rows);
     const int exponent = p.pixel_exponents[tile.panel];
     float d[kColumns / 2];
     const int steps = t.half_steps / 2;

@@ -17,6 +17,7 @@ class LogSumExpPass : public PassBase {
 
   __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
 
+  template <int kColumns>
   __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
     if (Chain::kNeedsStatistics) channels_.load_norms(p_, tile, rows);
   }

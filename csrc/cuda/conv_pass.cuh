@@ -66,6 +66,7 @@ class PassBase {
   // Called before the first tile with these rows.
   __device__ void set_rows(const ThreadRows&) {}
   // Called for each tile, before its products.
+  template <int kColumns>
   __device__ void prepare(const Tile&, const ThreadRows&) {}
   // Until nobody reads the staging memory any more.
   __device__ void before_staging() {
