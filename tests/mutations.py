@@ -196,7 +196,7 @@ MUTATIONS = (
     Mutation("memory", "each thread keeps the tiles of a unit", CPU + "schedule.h",
              "kAllKeepBytes = 64 * 1024 * 1024", "kAllKeepBytes = int64_t(1) << 40", "tests/test_memory.py -k many_threads"),
     Mutation("backward", "forward keeps the statistics of each unit's groups in the first ones' place", CPU + "schedule.h",
-             "first + unit.channel / plan_.group_channels + g", "first + g", "tests/test_backward.py -k odd_sizes"),
+             "first + unit.channel / plan_.group_channels + g", "first + g", "tests/test_statistics.py -k of_the_chain"),
     Mutation("backward", "a strip does not see the rows above it", CPU + "conv_backward.h",
              "if (strip.begin > 0 && wants_input()) {", "if (false && wants_input()) {",
              "tests/test_cpu_conv_backward.py -k bands"),

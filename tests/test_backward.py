@@ -548,17 +548,3 @@ def test_a_gradient_of_another_shape_is_an_error(row: Row) -> None:
     kind, text = failure(lambda: backward.op(torch.ones(1, 1, 1, 1), v, *own.values(), statistics, mask))
     assert kind is RuntimeError
     assert "grad must have shape" in text
-
-
-@norm_rows
-@pytest.mark.parametrize("given", [None, torch.zeros(1, 2, 2), torch.zeros(1, 4, 2, dtype=torch.float64)])
-def test_statistics_of_another_form_are_an_error(row: Row, given: Tensor | None) -> None:
-    """The kernels trust these too."""
-    own = draw_own(row, 4, generator(row.chain, "shape"), groups=2)
-    backward = _register.OPERATORS[row.chain].backward
-    v = torch.zeros(1, 4, 16, 16)
-    grad = torch.ones_like(_register.OPERATORS[row.chain].op(v, *own.values()))
-    mask = [True] * len(backward.operator.tensors)
-    kind, text = failure(lambda: backward.op(grad, v, *own.values(), given, mask))
-    assert kind is RuntimeError
-    assert "statistics must be" in text
