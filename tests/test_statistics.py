@@ -53,6 +53,7 @@ def check_statistics(ours: Tensor, expected: Tensor) -> None:
 
 
 @devices
+@pytest.mark.sanitizer
 @formats
 @norm_rows
 def test_statistics_of_the_chain(row: Row, layout: torch.memory_format, device: str) -> None:
@@ -67,6 +68,7 @@ def test_statistics_of_the_chain(row: Row, layout: torch.memory_format, device: 
 
 
 @devices
+@pytest.mark.sanitizer
 @formats
 @conv_rows
 @pytest.mark.usefixtures("source")
