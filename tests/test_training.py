@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chains_table import CONV_ROWS, Plain, Row, module_input, modules, to_channels_last
 
@@ -38,6 +41,25 @@ def models(row: Row, dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Module
 def batch(step: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """With maps that are large enough for the kernels of backward."""
     return module_input(3, size=20, seed=step).to(device, dtype)
+
+
+class Seen(TorchDispatchMode):
+    """Which of our operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fusedconv":
+            self.ours.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def forward_of(row: Row) -> Any:
+    """The operator that training calls."""
+    name = f"_{row.conv}_with_statistics" if row.has_norm else row.conv
+    return getattr(torch.ops.fusedconv, name).default
 
 
 def loss_of(y: Tensor) -> Tensor:
@@ -172,6 +194,34 @@ def test_gradient_checkpointing(row: Row, use_reentrant: bool) -> None:
     same_gradients(fused, plain)
 
 
+@rows
+def test_selective_checkpointing(row: Row) -> None:
+    """A policy that names what training calls saves its output: backward does not run forward again."""
+    fused, plain = models(row, torch.float64)
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [forward_of(row)])
+    x = batch(0, torch.float64)
+    y = torch.utils.checkpoint.checkpoint(fused, x, use_reentrant=False, context_fn=contexts)
+    with Seen() as seen:
+        loss_of(y).backward()
+    assert seen.ours == [f"fusedconv._{row.conv}_backward.default"]
+    loss_of(plain(x)).backward()
+    same_gradients(fused, plain)
+
+
+@rows
+def test_a_graph_of_training_is_differentiable(row: Row) -> None:
+    """make_fx on leaves sees what is below autograd."""
+    fused, plain = models(row, torch.float64)
+    x = batch(0, torch.float64)
+    traced = make_fx(fused)(x)
+    assert any(node.target is forward_of(row) for node in traced.graph.nodes)
+    loss_of(traced(x)).backward()
+    loss_of(plain(x)).backward()
+    leaf = x.clone().requires_grad_()
+    right = torch.autograd.grad(loss_of(fused(leaf)), leaf)
+    assert torch.equal(torch.autograd.grad(loss_of(traced(leaf)), leaf)[0], right[0])
+
+
 # ---- torch.compile, torch.func ----
 
 
@@ -195,8 +245,7 @@ def test_compiled_loss_and_its_backward(row: Row) -> None:
     loss_of(plain(x)).backward()
     same_gradients(fused, plain)
     ours = [[name for name in graph if name.startswith("fusedconv.")] for graph in graphs]
-    forward = f"_{row.conv}_with_statistics" if row.has_norm else row.conv
-    assert ours == [[f"fusedconv.{forward}.default"], [f"fusedconv._{row.conv}_backward.default"]]
+    assert ours == [[str(forward_of(row))], [f"fusedconv._{row.conv}_backward.default"]]
     others = " ".join(name for graph in graphs for name in graph if not name.startswith("fusedconv."))
     assert not any(
         word in others for word in ("convolution", "group_norm", "sigmoid", "relu", "max_pool", "tanh")

@@ -1,5 +1,5 @@
 // The vjp of a chain's pointwise stages and its norm, over some rows of one channel. What it takes is
-// computed again from v: that costs less than to write it to memory and read it.
+// computed again from v and the norm's statistics: that costs less than to write it to memory and read it.
 #pragma once
 
 #include "../core/chain.h"

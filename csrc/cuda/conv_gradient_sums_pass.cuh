@@ -73,7 +73,7 @@ class GradientSumsPass : public PassBase {
 
   // ---- gradients from memory ----
 
-  // Brings the tile's into the L2 cache while products are under way. Four lanes have a row.
+  // Brings most of the tile's into the L2 cache while products are under way. Four lanes have a row.
   template <int kColumns>
   __device__ void ask_for_gradients(const Tile& tile, const ThreadRows& rows) const {
     const ConvTiling& t = p_.tiling;

@@ -2,8 +2,8 @@
 //
 // The reduction spreads the output's gradient over v's places: it leaves a table from which, with v, the
 // gradient at each place follows. From there on all is pointwise, but for two sums over each group of a
-// GroupNorm. What it takes is computed again from v. But for strips, no plan and no sum of a sample depends
-// on its batch; the input's gradient does not there either.
+// GroupNorm. What it takes is computed again from v and the statistics that forward gave. But for strips, no
+// plan and no sum of a sample depends on its batch; the input's gradient does not there either.
 #pragma once
 
 #include <variant>
@@ -12,7 +12,6 @@
 #include "strip_kernel.cuh"
 #include "tensor_channel_sums.cuh"
 #include "tensor_pack_gradient.cuh"
-#include "tensor_pieces.cuh"
 #include "workspace.cuh"
 
 namespace fusedconv {

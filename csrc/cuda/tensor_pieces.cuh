@@ -7,10 +7,6 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-inline bool is_aligned(const void* data, size_t bytes) {
-  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
-}
-
 // Calls visit with a value of the type.
 template <class Visit>
 cudaError_t visit_element(DType dtype, const Visit& visit) {

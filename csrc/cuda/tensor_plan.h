@@ -272,14 +272,5 @@ inline TensorPlan plan_tensor(const TensorTraits& traits, const TensorShape& sha
   return plan;
 }
 
-// The plan of the moments alone, whose pieces are never resident.
-inline TensorPlan plan_moments(const TensorTraits& traits, const TensorShape& shape, int width,
-                               const Card& card) {
-  TensorPlan plan{};
-  plan.width = width;
-  plan_pieces(plan, traits, shape, card);
-  return plan;
-}
-
 }  // namespace cuda
 }  // namespace fusedconv

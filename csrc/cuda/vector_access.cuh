@@ -15,6 +15,10 @@ inline namespace FUSEDCONV_TARGET {
 
 constexpr int kVectorBytes = 16;  // the widest load
 
+inline bool is_aligned(const void* data, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+}
+
 // What a chain on elements of a type computes in.
 template <class Element>
 using Compute = std::conditional_t<std::is_same_v<Element, double>, double, float>;

@@ -62,8 +62,8 @@ class Backward:
         wants_v: bool,
         /,
     ) -> None:
-        """``tensors``: as for a launch; "grad" is the gradient of the output, "input" is v, and "statistics" are a
-        launch's.
+        """``tensors``: as for a launch; "grad" is the gradient of the output, "input" is v, and "statistics" are what
+        a launch gave, which every chain with a norm takes.
 
         ``conv``: the form of "input", contiguous, and the conv; then v has no memory, but is computed again. ``grad_v``:
         the dtype code of v's gradient. ``gradients``: names of the tensors whose gradients are wanted. A parameter's has

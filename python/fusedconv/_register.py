@@ -154,18 +154,25 @@ class Operator:
             return output
         if tangent or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
-        if options.get("precision") is None and not is_traced():
-            options["precision"] = get_float32_precision()  # backward uses what forward used
-        recorded: Tensor = _record(self, keyset, options, given, *tensors)
+        recorded, _ = self.record(keyset, given, options, tensors)
         return recorded
 
     def record(
+        self, keyset: Any, given: Sequence[Any], options: dict[str, Any], tensors: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, which autograd can differentiate, and the statistics that backward wants, if any."""
+        if options.get("precision") is None and not is_traced():
+            options["precision"] = get_float32_precision()  # backward uses what forward used
+        output, statistics = _record(self, keyset, options, given, *tensors)
+        return output, statistics
+
+    def below_autograd(
         self, keyset: Any, given: Sequence[Any], options: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, and the statistics of the norm where there are any for backward."""
         if self.with_statistics is None or not (given[0].is_cpu or given[0].is_cuda):
             return _below_autograd(self.op, self.cpu, keyset, given, options), None
-        output, statistics = self.with_statistics.autograd(keyset, *given, **options)
+        op, cpu = self.with_statistics.op, self.with_statistics.cpu
+        output, statistics = _below_autograd(op, cpu, keyset, given, options)
         return output, statistics
 
     def cpu(self, *given: Any, **options: Any) -> Tensor:
@@ -284,7 +291,8 @@ class WithStatistics:
     """``_<operator>_with_statistics(<the operator's arguments>)``: the output, and the statistics of its norm.
 
     They are float64 ``[N, num_groups, 2]``: of each group the mean and ``1 / sqrt(variance + eps)``. Kernels write
-    them, and kernels alone read them, in backward: where PyTorch computes forward it computes backward too.
+    them, and kernels alone read them, in backward: where PyTorch computes forward it computes backward too, and
+    they are zeros. It has all of an operator's rules, for graphs hold it where they were traced for training.
     """
 
     def __init__(self, operator: Operator, schema: str, names: Sequence[str]) -> None:
@@ -302,7 +310,12 @@ class WithStatistics:
         return _mapped(self.op, batch_size, in_dims, given, options)
 
     def autograd(self, keyset: Any, *given: Any, **options: Any) -> Any:
-        """Below the operator, which records the gradient; nothing is to be recorded here."""
+        """Training meets it below autograd; but graphs that were traced there may be differentiated again."""
+        tensors = [given[i] for i in self.operator.places[len(given)]]
+        if _has_tangent(tensors) or torch._C._are_functorch_transforms_active():
+            return self.plain(*given, **options)
+        if _needs_gradient(tensors):
+            return self.operator.record(keyset, given, options, tensors)
         return _below_autograd(self.op, self.cpu, keyset, given, options)
 
     def cpu(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -321,7 +334,7 @@ class WithStatistics:
         return self.operator.fake(*given, **options), self.empty(given)
 
     def plain(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return self.operator.plain(*given, **options), self.empty(given)
+        return self.operator.plain(*given, **options), self.empty(given).zero_()
 
     def empty(self, given: Sequence[Any]) -> Tensor:
         """Memory for the statistics; the arguments have been checked."""
@@ -339,17 +352,19 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, operator: Operator, keyset: Any, options: Any, given: Sequence[Any], *tensors: Tensor | None
-    ) -> Tensor:
-        output, statistics = operator.record(keyset, given, options)
+    ) -> tuple[Tensor, Tensor | None]:
+        output, statistics = operator.below_autograd(keyset, given, options)
         ctx.save_for_backward(*tensors, statistics)
+        if statistics is not None:
+            ctx.mark_non_differentiable(statistics)
         ctx.operator, ctx.precision = operator, options.get("precision")
         ctx.rest = rest = list(given)
         for i in operator.places[len(rest)]:
             rest[i] = None
-        return output
+        return output, statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         operator, needed = ctx.operator, ctx.needs_input_grad[4:]
         args = list(operator.complete(ctx.rest))
         *tensors, statistics = ctx.saved_tensors
@@ -394,7 +409,7 @@ def _has_kernels_on_cpu(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
 class Backward:
     """``_<operator>_backward(grad, <arguments>, statistics, output_mask)``: a gradient for each tensor.
 
-    After the arguments stand the statistics of the norm, None where there is none or where kernels do not serve.
+    After the arguments stand the statistics of the norm, None where there is none or on devices without kernels.
     A gradient is like ``torch.empty_like(argument)``, or has no elements where the mask, with an entry for each, does
     not ask for it: Inductor takes no undefined tensors, ``is_grads_batched`` no list of those wanted.
     v is computed again. All of it is ours where the conv's kernels serve. Elsewhere PyTorch has the conv's part, and
@@ -474,6 +489,9 @@ class Backward:
         )
 
     def fake(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
+        for a in args:
+            if isinstance(a, Tensor) and a.device != grad.device:
+                raise RuntimeError(f"an argument is on {a.device}, but grad is on {grad.device}")
         return _returns([grad.new_empty(0) if a is None else torch.empty_like(a) for a in self.asked(args)])
 
     def asked(self, args: Sequence[Any]) -> list[Tensor | None]:
