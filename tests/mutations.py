@@ -63,7 +63,7 @@ MUTATIONS = (
     Mutation("8", "statistics by E[x^2] - E[x]^2 in float32", CPU + "statistics.h",
              "const T shift = T(sum_of_lanes(total<T>(sum)) / (double(some_rows) * double(cols)));", "const T shift = T(0);", "tests/test_numerics.py -k row_8"),
     Mutation("8", "sums of any number of pixels in the compute type", CPU + "statistics.h",
-             "kSumPixels = 2048", "kSumPixels = int64_t(1) << 40", "tests/test_isa.py -k wide_row"),
+             "kLanePixels = 128", "kLanePixels = int64_t(1) << 40", "tests/test_isa.py -k wide_row"),
     Mutation("9", "a sum of squares saturates where half does", CPU + "statistics.h",
              "all.m2 / all.count", "(all.m2 > 65504.0 ? 65504.0 : all.m2) / all.count", "tests/test_numerics.py -k row_9"),
     Mutation("9", "hardswish overflows before its division", CORE + "pointwise.h",

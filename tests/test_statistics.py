@@ -68,7 +68,6 @@ def test_statistics_of_the_chain(row: Row, layout: torch.memory_format, device: 
 
 
 @devices
-@pytest.mark.sanitizer
 @formats
 @conv_rows
 @pytest.mark.usefixtures("source")

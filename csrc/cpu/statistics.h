@@ -50,15 +50,18 @@ FUSEDCONV_INLINE void for_each_vector(const T* plane, int64_t pitch, int64_t row
   }
 }
 
-// So many pixels are summed in the compute type; sums of more are put together in double.
-constexpr int64_t kSumPixels = 2048;
+// So many pixels are summed in the compute type, a lane's share of them by one addition after the other; sums
+// of more are put together in double.
+constexpr int64_t kLanePixels = 128;
+template <class T>
+constexpr int64_t kSumPixels = kLanePixels * kLanes<T>;
 
 // Calls visit(top, left, rows, cols) for parts of rows x cols pixels that are few, where each lane has a sum:
 // so vectors are counted whole.
 template <class T, class Visit>
 FUSEDCONV_INLINE void for_each_few(int64_t rows, int64_t cols, const Visit& visit) {
-  const int64_t some_cols = smaller(cols, kSumPixels);
-  const int64_t some_rows = larger(1, kSumPixels / round_up(some_cols, kLanes<T>));
+  const int64_t some_cols = smaller(cols, kSumPixels<T>);
+  const int64_t some_rows = larger(1, kSumPixels<T> / round_up(some_cols, kLanes<T>));
   for (int64_t top = 0; top < rows; top += some_rows) {
     for (int64_t left = 0; left < cols; left += some_cols) {
       visit(top, left, smaller(some_rows, rows - top), smaller(some_cols, cols - left));
@@ -93,8 +96,8 @@ Moments moments_of_few(const T* plane, int64_t pitch, int64_t rows, int64_t cols
 // The same for any number of pixels.
 template <class T, class Stage>
 Moments moments_of(const T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
-  const int64_t some_cols = smaller(cols, kSumPixels);
-  const int64_t some_rows = larger(1, kSumPixels / some_cols);
+  const int64_t some_cols = smaller(cols, kSumPixels<T>);
+  const int64_t some_rows = larger(1, kSumPixels<T> / some_cols);
   Moments all{};
   for (int64_t r = 0; r < rows; r += some_rows) {
     for (int64_t w = 0; w < cols; w += some_cols) {
