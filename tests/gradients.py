@@ -178,6 +178,10 @@ def smooth_direction(row: Row, call: Call, mode: Mode, seed: object = 0) -> Tens
     return torch.where(keep, direction, 0).double()
 
 
+def as_tf32_takes_it(call: Call) -> Call:
+    return replace(call, x=to_tf32(call.x), weight=to_tf32(call.weight))
+
+
 def check_conv_gradients(
     row: Row,
     call: Call,
@@ -195,9 +199,7 @@ def check_conv_gradients(
     there = Call(x, there.weight, there.bias, there.own, there.geometry)
     ours = conv_gradients(row, there, mode, direction, wanted)
     reference = plain_gradients(row, call.map(Tensor.double), direction, wanted)
-    rounded = call
-    if mode is TF32:
-        rounded = Call(to_tf32(call.x), to_tf32(call.weight), call.bias, call.own, call.geometry)
+    rounded = as_tf32_takes_it(call) if mode is TF32 else call
     if rounded.x.is_cuda:
         eager = [plain_gradients(row, rounded, direction, wanted)]
     else:

@@ -37,10 +37,13 @@ from cuda_conv import (
     forget,
 )  # fmt: skip
 from gradients import (
+    CONV_BOUNDS,
+    as_tf32_takes_it,
     check_conv_gradients,
     check_gradients,
     conv_gradients,
     gradients,
+    hold_gradients,
     named,
     plain_gradients,
     smooth_direction,
@@ -608,6 +611,17 @@ def test_backward_uses_the_precision_of_forward(row: Row) -> None:
         with fusedconv.float32_precision(other.name):
             (found,) = torch.autograd.grad(y, x, grad)
         assert same_bits(found, right), mode
+
+
+@conv_rows
+def test_forward_in_two_steps_by_default(row: Row) -> None:
+    """Its v, and with it the statistics, is TF32's where PyTorch's flags allow that; backward's is exact."""
+    call = draw(row, Case(2, (48, 32), (37, 70), padding=(1, 1), groups=8), TF32.dtype)
+    direction = smooth_direction(row, call, TF32)
+    ours = conv_gradients(row, call, replace(TF32, precision="default"), direction)
+    reference = plain_gradients(row, call.map(Tensor.double), direction)
+    eager = [plain_gradients(row, as_tf32_takes_it(call), direction)]
+    hold_gradients(ours, reference, eager, CONV_BOUNDS[TF32], "input")
 
 
 def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
