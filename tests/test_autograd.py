@@ -198,6 +198,27 @@ def test_row_16_only_what_is_needed_is_computed(row: Row) -> None:
         assert masks.seen == [[i == chosen for i in range(len(values))]]
 
 
+class EndsHere(torch.autograd.Function):
+    """Has no gradient for what it takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@conv_rows
+def test_row_16_an_output_without_a_gradient(row: Row) -> None:
+    own, values = conv_values(row, "ends")
+    for run in conv_function(row, own):
+        leaves = [t.clone().requires_grad_() for t in values]
+        y = run(*leaves)
+        assert torch.autograd.grad(EndsHere.apply(y).sum(), leaves, allow_unused=True) == (None,) * len(leaves)
+
+
 @conv_rows
 def test_row_16_gradients_without_conv_bias_and_affine(row: Row) -> None:
     own, values = conv_values(row, "none")

@@ -357,6 +357,7 @@ class _Gradient(torch.autograd.Function):
         ctx.save_for_backward(*tensors, statistics)
         if statistics is not None:
             ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)  # zeros for the statistics would be a kernel of their own
         ctx.operator, ctx.precision = operator, options.get("precision")
         ctx.rest = rest = list(given)
         for i in operator.places[len(rest)]:
@@ -364,8 +365,10 @@ class _Gradient(torch.autograd.Function):
         return output, statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         operator, needed = ctx.operator, ctx.needs_input_grad[4:]
+        if grad is None:  # what took the output has no gradient for it
+            return (None,) * len(ctx.needs_input_grad)
         args = list(operator.complete(ctx.rest))
         *tensors, statistics = ctx.saved_tensors
         for i, tensor in zip(operator.tensors, tensors, strict=False):
