@@ -216,7 +216,9 @@ def test_row_16_an_output_without_a_gradient(row: Row) -> None:
     for run in conv_function(row, own):
         leaves = [t.clone().requires_grad_() for t in values]
         y = run(*leaves)
-        assert torch.autograd.grad(EndsHere.apply(y).sum(), leaves, allow_unused=True) == (None,) * len(leaves)
+        assert torch.autograd.grad(EndsHere.apply(y).sum(), leaves, allow_unused=True) == (None,) * len(
+            leaves
+        )
 
 
 @conv_rows
