@@ -39,7 +39,7 @@ struct ConvChain {
     return cuda::plan_conv(problem, {kPools, kWaitsForNorms}, card);
   }
 
-  static size_t workspace(const Problem& problem, const ConvPlan& plan) {
+  static size_t workspace(const Problem& problem, const ConvPlan& plan, const Card&) {
     return conv_problem(problem, plan, nullptr).second;
   }
 

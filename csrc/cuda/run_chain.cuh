@@ -19,7 +19,7 @@ struct RunChain {
 
   static size_t workspace(const Problem& problem, const cuda::ConvPlan& plan, const Card& card) {
     if constexpr (kHasConv) {
-      if (problem.conv != nullptr) return ConvChain<Chain>::workspace(problem, plan);
+      if (problem.conv != nullptr) return ConvChain<Chain>::workspace(problem, plan, card);
     }
     return TensorChain<Chain>::workspace(problem, card);
   }
@@ -40,20 +40,6 @@ struct RunChain {
   }
 };
 
-template <class Chain>
-struct RunConv {
-  static cuda::ConvPlan plan(const Problem& problem, const Card& card) {
-    return ConvChain<Chain>::plan(problem, card);
-  }
-  static size_t workspace(const Problem& problem, const cuda::ConvPlan& plan, const Card&) {
-    return ConvChain<Chain>::workspace(problem, plan);
-  }
-  static cudaError_t launch(const Problem& problem, const cuda::ConvPlan& plan, void* workspace,
-                            const Card& card, cudaStream_t stream) {
-    return ConvChain<Chain>::launch(problem, plan, workspace, card, stream);
-  }
-};
-
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv
 
@@ -67,16 +53,16 @@ struct RunConv {
   }
 
 // For a chain that follows nothing but a conv of ours, and has no backward.
-#define FUSEDCONV_CUDA_CONV(name, Composition)       \
-  namespace fusedconv {                              \
-  namespace cuda {                                   \
-  const Kernel name{RunConv<Composition>::plan,      \
-                    RunConv<Composition>::workspace, \
-                    RunConv<Composition>::launch,    \
-                    nullptr,                         \
-                    nullptr,                         \
-                    ConvChain<Composition>::load};   \
-  }                                                  \
+#define FUSEDCONV_CUDA_CONV(name, Composition)         \
+  namespace fusedconv {                                \
+  namespace cuda {                                     \
+  const Kernel name{ConvChain<Composition>::plan,      \
+                    ConvChain<Composition>::workspace, \
+                    ConvChain<Composition>::launch,    \
+                    nullptr,                           \
+                    nullptr,                           \
+                    ConvChain<Composition>::load};     \
+  }                                                    \
   }
 
 #define FUSEDCONV_CUDA_CHAIN(name, Composition) FUSEDCONV_CUDA_KERNEL(name, Composition, true)
