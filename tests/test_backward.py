@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chains_table import BY_NAME, CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
 from cuda_conv import forget
-from fusedconv import _C, _conv, _launch, _register
+from fusedconv import _C, _conv, _launch, _register, _register_backward
 from gradients import check_gradients, gradients
 from helpers import GRADIENT_BOUNDS, SIZES, failure, new_process, on, profile, same_bits
 
@@ -44,7 +44,7 @@ dtypes_of_devices = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _kernels_on_small_maps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_register, "_LEAST_PIXELS", 1)
+    monkeypatch.setattr(_register_backward, "_LEAST_PIXELS", 1)
     monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
     forget()
     yield
@@ -327,7 +327,7 @@ class Calls:
             return conv_backward(*args, mask=mask, **options)
 
         monkeypatch.setattr(_C, "Backward", Backward)
-        monkeypatch.setattr(_register, "convolution_backward", run_conv)
+        monkeypatch.setattr(_register_backward, "convolution_backward", run_conv)
         forget()
 
 
@@ -407,7 +407,7 @@ def test_a_freed_tensor_is_an_error_in_backward_too(row: Row) -> None:
 def test_what_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps of few pixels, and bounds that the kernel takes for none: NaN passes them in one way and not in the other."""
     calls = Calls(monkeypatch).chain
-    monkeypatch.setattr(_register, "_LEAST_PIXELS", 256)
+    monkeypatch.setattr(_register_backward, "_LEAST_PIXELS", 256)
     row = BY_NAME["group_norm_scale_max_pool_clamp"]
     for size, bounds, expected in (
         (16, (None, 0.5), 1),

@@ -1,35 +1,33 @@
-"""What torch is told about the operators, and all of it: the only module that uses ``torch.library``.
+"""The operators, each with its rules for torch's dispatcher: see ``_dispatch.py``.
 
 Every record of ``chains.CHAINS`` gives two operators, ``<chain>`` and ``conv2d_<chain>``, and each operator a
 private ``_<operator>_backward``; those with a norm have ``_<operator>_with_statistics``, which is what training calls.
-A call meets these dispatch keys from top to bottom, and so does the reader:
-
-    FuncTorchBatched                                         torch.func.vmap
-    Autocast        casts what PyTorch's autocast would cast; keeps the output dtype of the unfused chain
-    Autograd        records the gradient where one is needed
-    CPU, CUDA       kernels
-    Meta            shapes, for fake tensors too
-    other devices   the plain reference (CompositeExplicitAutograd)
 """
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from math import isinf, isnan
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch.autograd import forward_ad
-from torch.utils._pytree import tree_map
 
-from ._conv import GEOMETRY, OWN, TENSORS, convolution, convolution_backward
+from ._conv import GEOMETRY, OWN, TENSORS, convolution
+from ._dispatch import (
+    Function,
+    as_tuple,
+    below_autograd,
+    define,
+    has_tangent,
+    implement,
+    mapped,
+    needs_gradient,
+    remember,
+    unmapped,
+    without_autocast,
+)
 from ._launch import Launcher, Run
-from ._launch_backward import BackwardLauncher, ChainBackward, Gradients, Wanted
+from ._register_backward import Backward
 from .chains import (
     CHAINS,
     CHECKS,
@@ -43,48 +41,11 @@ from .chains import (
 )
 from .config import check_precision, get_float32_precision, is_traced
 
-LIBRARY: Any = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
-
-# The output's memory format follows the input's strides: a compiler must not change them behind our back.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _CONV = "SymInt[2] stride=1, SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1"
 # output_dtype is for our autocast rule alone: float32 where the unfused chain's own would be a half precision
 _OPTIONS = "*, str? precision=None, ScalarType? output_dtype=None"
 
-_AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-_BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
-_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
-_BELOW = _BELOW_AUTOGRAD.raw_repr()  # sets of keys as bits, which are quicker to compare
-_CPU_ONLY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
-
-_MOST_PREPARED = 1024  # signatures that an operator remembers
-
-Function = Callable[..., Any]
 Look = tuple[Shape, torch.dtype, torch.memory_format]  # what an output looks like
-# Gradients of a function's leaves, from the one of its result.
-Pullback = Callable[[Function, Sequence[Tensor], Tensor], Sequence[Tensor]]
-# Computes v: from the arguments, and the precision.
-Source = Callable[[Sequence[Any], str | None], Tensor]
-# Backward's gradients: from the output's gradient, the arguments, and the precision.
-Find = Callable[[Tensor, Sequence[Any], str | None], Gradients]
-
-
-def _define(schema: str) -> Any:
-    LIBRARY.define(schema, tags=_TAGS)
-    return getattr(torch.ops.fusedconv, schema.partition("(")[0]).default
-
-
-def _implement(name: str, rules: Operator | WithStatistics | Backward) -> None:
-    """One rule for each of the keys above."""
-    LIBRARY.impl(name, partial(_batched, rules.vmap), "FuncTorchBatched")
-    LIBRARY.impl(name, partial(rules.autocast, "cpu"), "AutocastCPU")
-    LIBRARY.impl(name, partial(rules.autocast, "cuda"), "AutocastCUDA")
-    LIBRARY.impl(name, rules.autograd, "Autograd", with_keyset=True)
-    LIBRARY.impl(name, rules.cpu, "CPU")
-    LIBRARY.impl(name, rules.cuda, "CUDA")
-    torch.library.register_fake(f"fusedconv::{name}", rules.fake, lib=LIBRARY)
-    LIBRARY.impl(name, rules.plain, "CompositeExplicitAutograd")
 
 
 class Operator:
@@ -99,7 +60,7 @@ class Operator:
         self.has_conv = has_conv
         self.name = f"conv2d_{chain.name}" if has_conv else chain.name
         schema = _arguments(chain.arguments, has_conv)
-        self.op = _define(f"{self.name}({schema}, {_OPTIONS}) -> Tensor")
+        self.op = define(f"{self.name}({schema}, {_OPTIONS}) -> Tensor")
 
         arguments = [a for a in self.op._schema.arguments if not a.kwarg_only]
         names = [a.name for a in arguments]
@@ -117,7 +78,7 @@ class Operator:
         self.prepared: dict[tuple[Any, ...], Run] = {}
         self.with_statistics = WithStatistics(self, schema, names) if chain.has_norm else None
         self.backward = Backward(self, schema)
-        _implement(self.name, self)
+        implement(self.name, self)
 
     def autocast(self, device: str, *given: Any, **options: Any) -> Tensor:
         """Casts what the conv takes, and nothing else.
@@ -131,14 +92,14 @@ class Operator:
                 args[i] = args[i].to(torch.get_autocast_dtype(device))
         if device == "cuda" and self.chain.has_norm and _autocasts(args[0]):
             options.setdefault("output_dtype", torch.float32)
-        with _without_autocast(device):
+        with without_autocast(device):
             output: Tensor = self.op(*args, **options)
         return output
 
     def vmap(self, batch_size: int, in_dims: Sequence[int | None], *given: Any, **options: Any) -> Tensor:
         """Samples do not see each other: a mapped input is a larger batch. Mapped parameters take calls."""
         if in_dims[0] is None or any(in_dims[i] is not None for i in self.tensors[1:] if i < len(given)):
-            calls = _unmapped(batch_size, in_dims, given)
+            calls = unmapped(batch_size, in_dims, given)
             return torch.stack([self.op(*args, **options) for args in calls])
         mapped = given[0].movedim(in_dims[0], 0)
         sample = mapped.new_empty(()).expand(mapped.shape[1:])
@@ -148,9 +109,9 @@ class Operator:
 
     def autograd(self, keyset: Any, *given: Any, **options: Any) -> Tensor:
         tensors = [given[i] for i in self.places[len(given)]]
-        tangent = _has_tangent(tensors)
-        if not tangent and not _needs_gradient(tensors):
-            output: Tensor = _below_autograd(self.op, self.cpu, keyset, given, options)
+        tangent = has_tangent(tensors)
+        if not tangent and not needs_gradient(tensors):
+            output: Tensor = below_autograd(self.op, self.cpu, keyset, given, options)
             return output
         if tangent or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
@@ -170,9 +131,9 @@ class Operator:
         self, keyset: Any, given: Sequence[Any], options: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         if self.with_statistics is None or not (given[0].is_cpu or given[0].is_cuda):
-            return _below_autograd(self.op, self.cpu, keyset, given, options), None
+            return below_autograd(self.op, self.cpu, keyset, given, options), None
         op, cpu = self.with_statistics.op, self.with_statistics.cpu
-        output, statistics = _below_autograd(op, cpu, keyset, given, options)
+        output, statistics = below_autograd(op, cpu, keyset, given, options)
         return output, statistics
 
     def cpu(self, *given: Any, **options: Any) -> Tensor:
@@ -218,7 +179,7 @@ class Operator:
         output = self.example(args, **options)
         precision = options.get("precision")
         run: Run = make_run(args, output, lambda args: self.source(self.complete(args), precision), precision)
-        _remember(self.prepared, signature, run)
+        remember(self.prepared, signature, run)
         return run
 
     def example(self, args: Sequence[Any], **options: Any) -> Tensor:
@@ -299,24 +260,24 @@ class WithStatistics:
         self.operator = operator
         self.num_groups = names.index("num_groups")
         name = f"_{operator.name}_with_statistics"
-        self.op = _define(f"{name}({schema}, {_OPTIONS}) -> (Tensor, Tensor)")
-        _implement(name, self)
+        self.op = define(f"{name}({schema}, {_OPTIONS}) -> (Tensor, Tensor)")
+        implement(name, self)
 
     def autocast(self, device: str, *given: Any, **options: Any) -> Any:
-        with _without_autocast(device):
+        with without_autocast(device):
             return self.op(*given, **options)
 
     def vmap(self, batch_size: int, in_dims: Sequence[int | None], *given: Any, **options: Any) -> Any:
-        return _mapped(self.op, batch_size, in_dims, given, options)
+        return mapped(self.op, batch_size, in_dims, given, options)
 
     def autograd(self, keyset: Any, *given: Any, **options: Any) -> Any:
         """Training meets it below autograd; but graphs that were traced there may be differentiated again."""
         tensors = [given[i] for i in self.operator.places[len(given)]]
-        if _has_tangent(tensors) or torch._C._are_functorch_transforms_active():
+        if has_tangent(tensors) or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
-        if _needs_gradient(tensors):
+        if needs_gradient(tensors):
             return self.operator.record(keyset, given, options, tensors)
-        return _below_autograd(self.op, self.cpu, keyset, given, options)
+        return below_autograd(self.op, self.cpu, keyset, given, options)
 
     def cpu(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
         run = self.operator.run_on_cpu(given, options)
@@ -374,247 +335,13 @@ class _Gradient(torch.autograd.Function):
         for i, tensor in zip(operator.tensors, tensors, strict=False):
             args[i] = tensor
         mask = [*needed, *[False] * (len(operator.tensors) - len(needed))]
-        found = _tuple(operator.backward.op(grad, *args, statistics, mask, precision=ctx.precision))
+        found = as_tuple(operator.backward.op(grad, *args, statistics, mask, precision=ctx.precision))
         gradients = [gradient if needs else None for gradient, needs in zip(found, needed, strict=False)]
         return (None, None, None, None, *gradients)
 
 
 # Function.apply binds its arguments by `inspect` and looks for functorch, which has been dealt with: 30 us.
 _record: Any = super(torch.autograd.Function, _Gradient).apply
-
-
-def _recorded_pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
-    """By autograd. Backward stands below it; the recomputation is recorded all the same."""
-    with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        return torch.autograd.grad(function(*leaves), leaves, grad)
-
-
-# What a plane costs by itself is as much as some hundred pixels.
-_LEAST_PIXELS = 256
-_MOST_ROWS = 2**24  # a pool counts a window's rows in float32
-
-
-def _has_kernels(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
-    """Whether kernels serve. They take infinite bounds of a clamp for none, and know no dtype but the output's."""
-    widened = grad.dtype is torch.float32 and v.dtype is not torch.float64
-    return (grad.dtype is v.dtype or widened) and not any(isinstance(a, float) and isinf(a) for a in args)
-
-
-def _has_kernels_on_cpu(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
-    """Whether they serve on the CPU too, and are the faster way."""
-    if grad.dtype is not v.dtype or v.dtype not in (torch.float32, torch.float64):
-        return False
-    pixels = v.shape[2] * v.shape[3]
-    return _has_kernels(v, grad, args) and pixels >= _LEAST_PIXELS and v.shape[2] < _MOST_ROWS
-
-
-class Backward:
-    """``_<operator>_backward(grad, <arguments>, statistics, output_mask)``: a gradient for each tensor.
-
-    After the arguments stand the statistics of the norm, None where there is none or on devices without kernels.
-    A gradient is like ``torch.empty_like(argument)``, or has no elements where the mask, with an entry for each, does
-    not ask for it: Inductor takes no undefined tensors, ``is_grads_batched`` no list of those wanted.
-    v is computed again. All of it is ours where the conv's kernels serve. Elsewhere PyTorch has the conv's part, and
-    a kernel the chain's: on the CPU in float32 and float64. On other devices, and for double backward, the
-    chain's part is the reference's.
-    """
-
-    def __init__(self, operator: Operator, schema: str) -> None:
-        self.operator = operator
-        self.first_own = len(operator.conv_tensors) or 1
-        self.launcher = BackwardLauncher(operator.launcher)
-        self.prepared: dict[tuple[Any, ...], Find] = {}
-        name = f"_{operator.name}_backward"
-        required = re.sub("=[^,]*", "", schema)
-        returns = ", ".join(["Tensor"] * len(operator.tensors))
-        self.op = _define(
-            f"{name}(Tensor grad, {required}, Tensor? statistics, bool[] output_mask, *, str? precision=None) "
-            f"-> ({returns})"
-        )
-        _implement(name, self)
-
-    def autocast(self, device: str, *args: Any, **options: Any) -> Any:
-        with _without_autocast(device):
-            return self.op(*args, **options)
-
-    def vmap(self, batch_size: int, in_dims: Sequence[int | None], *args: Any, **options: Any) -> Any:
-        return _mapped(self.op, batch_size, in_dims, args, options)
-
-    def autograd(self, keyset: Any, *args: Any, **options: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        if _needs_gradient(tensors) or _has_tangent(tensors):
-            if any(map(_is_dtensor, tensors)):  # what DTensor gives for a conv's second gradient is wrong
-                raise NotImplementedError(
-                    f"{self.operator.name}: gradients of a DTensor cannot be differentiated again "
-                    "(create_graph=True); use local tensors"
-                )
-            return self.again(*args, **options)
-        return _below_autograd(self.op, self.cpu, keyset, args, options)
-
-    def again(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        """Differentiable: torch.func.vjp leaves the arguments' own history in place, for double backward."""
-
-        def pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
-            gradients: Sequence[Tensor] = torch.func.vjp(function, *leaves)[1](grad)
-            return gradients
-
-        chain_backward = self.by_reference(pullback, grad.dtype, self.wanted(args[-1]))
-        found = self.step_by_step(self.operator.source, chain_backward, grad, args, precision)
-        return _returns([found[i] if i in found else grad.new_empty(0) for i in self.operator.tensors])
-
-    def cpu(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        return self.run(partial(self.by_kernels, self.prepare_cpu), grad, args, precision)
-
-    def cuda(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        device = grad.get_device()  # -1 where only another argument is on CUDA
-        if device < 0 or not self.operator.launcher.has_cuda(device):
-            return self.plain(grad, *args, precision=precision)
-        precision = precision or get_float32_precision()
-        return self.run(partial(self.by_kernels, self.prepare_cuda), grad, args, precision)
-
-    def plain(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        chain_backward = self.by_reference(_recorded_pullback, grad.dtype, self.wanted(args[-1]))
-        find = partial(self.step_by_step, self.operator.source, chain_backward)
-        return self.run(find, grad, args, precision)
-
-    def run(self, find: Find, grad: Tensor, args: Sequence[Any], precision: str | None) -> Any:
-        asked = self.asked(args)
-        if grad.numel() == 0:
-            return _returns([grad.new_empty(0) if a is None else torch.zeros_like(a) for a in asked])
-        found = find(grad, args, precision) if any(args[-1]) else {}
-        taken = {grad.data_ptr()}
-        return _returns(
-            [
-                grad.new_empty(0) if a is None else _result(a, found[i], taken)
-                for i, a in zip(self.operator.tensors, asked, strict=True)
-            ]
-        )
-
-    def fake(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        for a in args:
-            if isinstance(a, Tensor) and a.device != grad.device:
-                raise RuntimeError(f"an argument is on {a.device}, but grad is on {grad.device}")
-        return _returns([grad.new_empty(0) if a is None else torch.empty_like(a) for a in self.asked(args)])
-
-    def asked(self, args: Sequence[Any]) -> list[Tensor | None]:
-        """The tensor arguments, None where the mask does not ask for the gradient."""
-        return [args[i] if wants else None for i, wants in zip(self.operator.tensors, args[-1], strict=True)]
-
-    def wanted(self, mask: Sequence[bool]) -> Wanted:
-        places = [i for i, wants in zip(self.operator.tensors, mask, strict=True) if wants]
-        return Wanted([i for i in places if i < self.first_own], [i for i in places if i >= self.first_own])
-
-    def by_kernels(
-        self, prepare: Function, grad: Tensor, args: Sequence[Any], precision: str | None
-    ) -> Gradients:
-        *given, statistics, mask = args
-        signature = (
-            *self.operator.signature(given, {"precision": precision}), *mask, grad.shape, grad.dtype, grad.device,
-            *[a.device for a in (*given, statistics) if isinstance(a, Tensor)],
-            *(() if statistics is None else (statistics.shape, statistics.dtype)),
-        )  # fmt: skip
-        find = self.prepared.get(signature)
-        if find is None:
-            shape, *_ = self.operator.look(given)
-            if grad.shape != shape or grad.device != given[0].device:
-                raise RuntimeError(f"grad must have shape {list(shape)}, but has shape {list(grad.shape)}")
-            self.check_statistics(statistics, given)
-            find = prepare(grad, given, self.wanted(mask), precision)
-            _remember(self.prepared, signature, find)
-        return find(grad, args, precision)
-
-    def check_statistics(self, statistics: Tensor | None, args: Sequence[Any]) -> None:
-        if self.operator.with_statistics is None:
-            return
-        like = self.operator.with_statistics.empty(args)
-        if statistics is None:
-            raise RuntimeError("statistics must be a tensor, but is None")
-        if (statistics.shape, statistics.dtype, statistics.device) != (like.shape, like.dtype, like.device):
-            raise RuntimeError(
-                f"statistics must be {like.dtype} of shape {list(like.shape)} on {like.device}, but is "
-                f"{statistics.dtype} of shape {list(statistics.shape)} on {statistics.device}"
-            )
-
-    def prepare_cpu(self, grad: Tensor, args: Sequence[Any], wanted: Wanted, precision: str | None) -> Find:
-        v = self.example(args)
-        has_kernels = _has_kernels_on_cpu(v, grad, args)
-        if self.operator.has_conv and has_kernels:
-            whole = self.launcher.all_on_cpu(v, grad, args, wanted)
-            if whole is not None:
-                return _whatever_precision(whole)
-        conv = self.launcher.conv_on_cpu(args, v) if self.operator.has_conv else None
-        source = self.operator.source if conv is None else _whatever_precision(conv)
-        if has_kernels:
-            return partial(self.step_by_step, source, self.launcher.chain_on_cpu(v, grad, args, wanted))
-        return partial(self.step_by_step, source, self.by_reference(_recorded_pullback, grad.dtype, wanted))
-
-    def prepare_cuda(self, grad: Tensor, args: Sequence[Any], wanted: Wanted, precision: str) -> Find:
-        v = self.example(args)
-        reference = partial(
-            self.step_by_step,
-            self.operator.source,
-            self.by_reference(_recorded_pullback, grad.dtype, wanted),
-        )
-        if not _has_kernels(v, grad, args):
-            return reference
-        source: Source = self.operator.source
-        if self.operator.has_conv:
-            whole = self.launcher.all_on_cuda(v, grad, args, wanted, precision)
-            if whole is not None:
-                return _whatever_precision(whole)
-            in_float32 = v.to(torch.float32)
-            conv = self.launcher.conv_on_cuda(args, in_float32, precision)
-            if conv is not None:
-                source, v = _whatever_precision(conv), in_float32
-        chain_backward = self.launcher.chain_on_cuda(v, grad, args, wanted)
-        return reference if chain_backward is None else partial(self.step_by_step, source, chain_backward)
-
-    def example(self, args: Sequence[Any]) -> Tensor:
-        """v without memory, contiguous."""
-        shape = check_conv(*args[TENSORS], *args[GEOMETRY]) if self.operator.has_conv else args[0].shape
-        return torch.empty(shape, dtype=args[0].dtype, device="meta")
-
-    def by_reference(self, pullback: Pullback, dtype: torch.dtype, wanted: Wanted) -> ChainBackward:
-        """The chain's vector-Jacobian product, in PyTorch's own operators."""
-
-        def chain_backward(v: Tensor, grad: Tensor, args: Sequence[Any]) -> tuple[Gradients, Tensor]:
-            def chain(*leaves: Tensor) -> Tensor:
-                values = list(args[:-1])
-                for i, leaf in zip(wanted.own, leaves, strict=False):
-                    values[i] = leaf
-                return self.operator.after_conv(leaves[-1] if wanted.through_v else v, values, dtype)
-
-            found = pullback(chain, [args[i] for i in wanted.own] + ([v] if wanted.through_v else []), grad)
-            return dict(zip(wanted.own, found, strict=False)), found[-1]
-
-        return chain_backward
-
-    def step_by_step(
-        self,
-        source: Source,
-        chain_backward: ChainBackward,
-        grad: Tensor,
-        args: Sequence[Any],
-        precision: str | None,
-    ) -> Gradients:
-        """v, then the chain's vector-Jacobian product, then the conv's by PyTorch."""
-        *args, statistics, mask = args
-        wanted = self.wanted(mask)
-        if not wanted.all:
-            return {}
-        v = source(args, precision)
-        gradients, grad_v = chain_backward(v, grad, (*args, statistics))
-        del v  # the conv's backward needs its memory
-        if not wanted.through_v:
-            return gradients
-        if not self.operator.has_conv:
-            return {0: grad_v, **gradients}
-        conv_mask = [i in wanted.through_v for i in self.operator.conv_tensors]
-        of_conv = convolution_backward(
-            grad_v, *args[TENSORS][:2], *args[GEOMETRY], precision=precision, mask=conv_mask
-        )
-        return {**gradients, **{i: g for i, g in enumerate(of_conv) if g is not None}}
 
 
 # ---- helpers ----
@@ -653,106 +380,9 @@ def _is_channels_last(input: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def _below_autograd(
-    op: Any, cpu: Function, keyset: Any, args: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
-    if keyset.raw_repr() & _BELOW == _CPU_ONLY:
-        return cpu(*args, **options)  # the dispatcher would convert all arguments there and back
-    with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
-
-
-def _result(argument: Tensor, gradient: Tensor, taken: set[int]) -> Tensor:
-    """The gradient laid out as the fake operator says, in memory of its own."""
-    if gradient.stride() != argument.stride() or gradient.data_ptr() in taken:
-        gradient = torch.empty_like(argument).copy_(gradient)
-    taken.add(gradient.data_ptr())
-    return gradient
-
-
-def _remember(prepared: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], run: Function) -> None:
-    if any(isinstance(a, float) and isnan(a) for a in signature):  # NaN would never be found again
-        return
-    if len(prepared) >= _MOST_PREPARED:
-        prepared.clear()
-    prepared[signature] = run
-
-
-def _whatever_precision(call: Function) -> Function:
-    """The last argument is dropped: what was prepared knows its precision, or has but one."""
-    return lambda *args: call(*args[:-1])
-
-
-def _returns(results: Sequence[Any]) -> Any:
-    """As the dispatcher wants the results of a schema: a tuple, or a single one by itself."""
-    return tuple(results) if len(results) > 1 else results[0]
-
-
-def _tuple(results: Any) -> tuple[Any, ...]:
-    """The reverse."""
-    return results if isinstance(results, tuple) else (results,)
-
-
-def _needs_gradient(tensors: Sequence[Tensor | None]) -> bool:
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
-
-
-def _has_tangent(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether forward-mode differentiation is on and one of the tensors takes part in it."""
-    return forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
-        for tensor in tensors
-    )
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # without it there is none
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
 def _autocasts(tensor: Any) -> bool:
     """Whether autocast touches it: of the floating-point tensors, all but float64."""
     return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64
-
-
-def _without_autocast(device: str) -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST[device]))
-
-
-def _batched(rule: Function, *given: Any, **options: Any) -> Any:
-    """Calls a rule that takes mapped tensors as they are and gives results with the mapped dimension first.
-
-    torch.library.register_vmap would do, but in torch 2.5 it fails where one vmap stands in another.
-    """
-    interpreter: Any = retrieve_current_functorch_interpreter()
-    level = interpreter.level()
-    args: list[Any] = []
-    in_dims: list[int | None] = []
-    for a in given:
-        a, dim = torch._C._functorch._unwrap_batched(a, level) if isinstance(a, Tensor) else (a, None)
-        args.append(a)
-        in_dims.append(dim)
-    with torch._C._ExcludeDispatchKeyGuard(_BATCHED):
-        result = rule(interpreter.batch_size(), in_dims, *args, **options)
-    return tree_map(lambda tensor: torch._C._functorch._add_batch_dim(tensor, 0, level), result)
-
-
-def _mapped(
-    op: Any, batch_size: int, in_dims: Sequence[int | None], args: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
-    """A call for each entry of the mapped dimension."""
-    calls = [_tuple(op(*sample, **options)) for sample in _unmapped(batch_size, in_dims, args)]
-    return _returns([torch.stack(samples) for samples in zip(*calls, strict=True)])
-
-
-def _unmapped(batch_size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Iterator[list[Any]]:
-    """The arguments of each of the calls that torch.func.vmap stands for."""
-    for i in range(batch_size):
-        yield [a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True)]
 
 
 OPERATORS = {

@@ -1,0 +1,155 @@
+"""What torch is told about an operator: the only module that uses ``torch.library``; and what its rules share.
+
+A call meets these dispatch keys from top to bottom:
+
+    FuncTorchBatched                                         torch.func.vmap
+    Autocast        casts what PyTorch's autocast would cast; keeps the output dtype of the unfused chain
+    Autograd        records the gradient where one is needed
+    CPU, CUDA       kernels
+    Meta            shapes, for fake tensors too
+    other devices   the plain reference (CompositeExplicitAutograd)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import isnan
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
+
+LIBRARY: Any = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
+
+# The output's memory format follows the input's strides: a compiler must not change them behind our back.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+_AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+_BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
+_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+_BELOW = _BELOW_AUTOGRAD.raw_repr()  # sets of keys as bits, which are quicker to compare
+_CPU_ONLY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
+
+_MOST_PREPARED = 1024  # signatures that an operator remembers
+
+Function = Callable[..., Any]
+
+
+class Rules(Protocol):
+    """An operator's, one for each of the keys above."""
+
+    def vmap(self, *args: Any, **options: Any) -> Any: ...
+    def autocast(self, *args: Any, **options: Any) -> Any: ...
+    def autograd(self, *args: Any, **options: Any) -> Any: ...
+    def cpu(self, *args: Any, **options: Any) -> Any: ...
+    def cuda(self, *args: Any, **options: Any) -> Any: ...
+    def fake(self, *args: Any, **options: Any) -> Any: ...
+    def plain(self, *args: Any, **options: Any) -> Any: ...
+
+
+def define(schema: str) -> Any:
+    LIBRARY.define(schema, tags=_TAGS)
+    return getattr(torch.ops.fusedconv, schema.partition("(")[0]).default
+
+
+def implement(name: str, rules: Rules) -> None:
+    LIBRARY.impl(name, partial(_batched, rules.vmap), "FuncTorchBatched")
+    LIBRARY.impl(name, partial(rules.autocast, "cpu"), "AutocastCPU")
+    LIBRARY.impl(name, partial(rules.autocast, "cuda"), "AutocastCUDA")
+    LIBRARY.impl(name, rules.autograd, "Autograd", with_keyset=True)
+    LIBRARY.impl(name, rules.cpu, "CPU")
+    LIBRARY.impl(name, rules.cuda, "CUDA")
+    torch.library.register_fake(f"fusedconv::{name}", rules.fake, lib=LIBRARY)
+    LIBRARY.impl(name, rules.plain, "CompositeExplicitAutograd")
+
+
+def remember(prepared: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], run: Function) -> None:
+    if any(isinstance(a, float) and isnan(a) for a in signature):  # NaN would never be found again
+        return
+    if len(prepared) >= _MOST_PREPARED:
+        prepared.clear()
+    prepared[signature] = run
+
+
+# ---- gradients ----
+
+
+def below_autograd(
+    op: Any, cpu: Function, keyset: Any, args: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    if keyset.raw_repr() & _BELOW == _CPU_ONLY:
+        return cpu(*args, **options)  # the dispatcher would convert all arguments there and back
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
+
+
+def needs_gradient(tensors: Sequence[Tensor | None]) -> bool:
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def has_tangent(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether forward-mode differentiation is on and one of the tensors takes part in it."""
+    return forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+        for tensor in tensors
+    )
+
+
+# ---- autocast and vmap ----
+
+
+def without_autocast(device: str) -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST[device]))
+
+
+def _batched(rule: Function, *given: Any, **options: Any) -> Any:
+    """Calls a rule that takes mapped tensors as they are and gives results with the mapped dimension first.
+
+    torch.library.register_vmap would do, but in torch 2.5 it fails where one vmap stands in another.
+    """
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    args: list[Any] = []
+    in_dims: list[int | None] = []
+    for a in given:
+        a, dim = torch._C._functorch._unwrap_batched(a, level) if isinstance(a, Tensor) else (a, None)
+        args.append(a)
+        in_dims.append(dim)
+    with torch._C._ExcludeDispatchKeyGuard(_BATCHED):
+        result = rule(interpreter.batch_size(), in_dims, *args, **options)
+    return tree_map(lambda tensor: torch._C._functorch._add_batch_dim(tensor, 0, level), result)
+
+
+def mapped(
+    op: Any, batch_size: int, in_dims: Sequence[int | None], args: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """A call for each entry of the mapped dimension."""
+    calls = [as_tuple(op(*sample, **options)) for sample in unmapped(batch_size, in_dims, args)]
+    return returns([torch.stack(samples) for samples in zip(*calls, strict=True)])
+
+
+def unmapped(batch_size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Iterator[list[Any]]:
+    """The arguments of each of the calls that torch.func.vmap stands for."""
+    for i in range(batch_size):
+        yield [a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True)]
+
+
+# ---- results ----
+
+
+def returns(results: Sequence[Any]) -> Any:
+    """As the dispatcher wants the results of a schema: a tuple, or a single one by itself."""
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    """The reverse."""
+    return results if isinstance(results, tuple) else (results,)
