@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -152,7 +153,10 @@ def test_parameters_that_a_run_copies(dtype: torch.dtype, step: int) -> None:
     explanation = fusedconv.explain(op, *arguments)
     ran = profile(lambda: op(*arguments))
     assert explanation.pytorch.count("aten::clone") == step
-    assert ran.operators.count("aten::clone") == step
+    of_conv = 0
+    if explanation.path == "two-step":  # PyTorch's conv copies too, on a CPU with AMX
+        of_conv = profile(lambda: F.conv2d(x, weight)).operators.count("aten::clone")
+    assert ran.operators.count("aten::clone") == step + of_conv
 
 
 # ---- modules -------------------------------------------------------------------------------------
