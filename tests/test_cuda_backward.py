@@ -35,6 +35,7 @@ from cuda_conv import (
     complaint,
     draw,
     forget,
+    in_double,
 )  # fmt: skip
 from gradients import (
     CONV_BOUNDS,
@@ -48,7 +49,7 @@ from gradients import (
     plain_gradients,
     smooth_direction,
 )
-from helpers import GRADIENT_BOUNDS, new_process, on, profile, same_bits
+from helpers import GRADIENT_BOUNDS, new_process, on, profile, relative_error, same_bits
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("source")]
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
@@ -613,12 +614,21 @@ def test_backward_uses_the_precision_of_forward(row: Row) -> None:
         assert same_bits(found, right), mode
 
 
-@conv_rows
-def test_forward_in_two_steps_by_default(row: Row) -> None:
+@direct_only
+@pytest.mark.parametrize(
+    "row", [row for row in CONV_ROWS if row.has_norm and not row.has_pool], ids=lambda row: row.chain
+)
+def test_forward_in_two_steps_by_default(row: Row, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its v, and with it the statistics, is TF32's where PyTorch's flags allow that; backward's is exact."""
+    monkeypatch.delenv("FUSEDCONV_CUDA_SOURCE")
     call = draw(row, Case(2, (48, 32), (37, 70), padding=(1, 1), groups=8), TF32.dtype)
+    by_default = replace(TF32, precision="default")
     direction = smooth_direction(row, call, TF32)
-    ours = conv_gradients(row, call, replace(TF32, precision="default"), direction)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        y = run(row, call, by_default, path="two-step")
+        ours = conv_gradients(row, call, by_default, direction)
+    assert relative_error(y, in_double(row, call)) > 1e-5
+    assert any("backward" in text and ": direct" in text for text in run.said()), run.said()
     reference = plain_gradients(row, call.map(Tensor.double), direction)
     eager = [plain_gradients(row, as_tf32_takes_it(call), direction)]
     hold_gradients(ours, reference, eager, CONV_BOUNDS[TF32], "input")

@@ -96,15 +96,10 @@ Moments moments_of_few(const T* plane, int64_t pitch, int64_t rows, int64_t cols
 // The same for any number of pixels.
 template <class T, class Stage>
 Moments moments_of(const T* plane, int64_t pitch, int64_t rows, int64_t cols, const Stage& stage) {
-  const int64_t some_cols = smaller(cols, kSumPixels<T>);
-  const int64_t some_rows = larger(1, kSumPixels<T> / some_cols);
   Moments all{};
-  for (int64_t r = 0; r < rows; r += some_rows) {
-    for (int64_t w = 0; w < cols; w += some_cols) {
-      all = combine(all, moments_of_few(plane + r * pitch + w, pitch, smaller(some_rows, rows - r),
-                                        smaller(some_cols, cols - w), stage));
-    }
-  }
+  for_each_few<T>(rows, cols, [&](int64_t top, int64_t left, int64_t some_rows, int64_t some_cols) {
+    all = combine(all, moments_of_few(plane + top * pitch + left, pitch, some_rows, some_cols, stage));
+  });
   return all;
 }
 

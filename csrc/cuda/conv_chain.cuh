@@ -39,6 +39,7 @@ struct ConvChain {
     return cuda::plan_conv(problem, {kPools, kWaitsForNorms}, card);
   }
 
+  // As a Kernel has it: the plan knows the card.
   static size_t workspace(const Problem& problem, const ConvPlan& plan, const Card&) {
     return conv_problem(problem, plan, nullptr).second;
   }

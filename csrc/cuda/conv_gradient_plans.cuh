@@ -5,6 +5,7 @@
 
 #include "conv_input_gradient.cuh"
 #include "conv_weight_gradient.cuh"
+#include "tensor_plan.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

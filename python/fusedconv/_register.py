@@ -101,11 +101,11 @@ class Operator:
         if in_dims[0] is None or any(in_dims[i] is not None for i in self.tensors[1:] if i < len(given)):
             calls = unmapped(batch_size, in_dims, given)
             return torch.stack([self.op(*args, **options) for args in calls])
-        mapped = given[0].movedim(in_dims[0], 0)
-        sample = mapped.new_empty(()).expand(mapped.shape[1:])
+        batches = given[0].movedim(in_dims[0], 0)
+        sample = batches.new_empty(()).expand(batches.shape[1:])
         self.look(self.complete((sample, *given[1:])), **options)  # checks the sizes that the caller sees
-        output: Tensor = self.op(mapped.flatten(0, 1), *given[1:], **options)
-        return output.view(*mapped.shape[:2], *output.shape[1:])
+        output: Tensor = self.op(batches.flatten(0, 1), *given[1:], **options)
+        return output.view(*batches.shape[:2], *output.shape[1:])
 
     def autograd(self, keyset: Any, *given: Any, **options: Any) -> Tensor:
         tensors = [given[i] for i in self.places[len(given)]]
