@@ -73,6 +73,7 @@ COMMON = (
     Bad("17: norm_bias on another device", put(NORM_BIAS, lambda t: t.to("meta")), (NORM_BIAS,), NORM_BIAS),
     Bad("17: sparse input", put("input", lambda t: t.to_sparse()), ("input",)),
     Bad("17: sparse norm_weight", put(NORM_WEIGHT, lambda t: t.to_sparse()), (NORM_WEIGHT,), NORM_WEIGHT),
+    Bad("17: no input", put("input", None), ("input",)),
     Bad("17: no scale", put("scale", None), ("scale",), "scale"),
     Bad("17: no bias", put("bias", None), ("bias",), "bias"),
     Bad("12: pool window larger than the map", put("pool_size", [50, 2]), ("pool_size",), "pool_size"),

@@ -130,7 +130,9 @@ class Operator:
     def below_autograd(
         self, keyset: Any, given: Sequence[Any], options: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        if self.with_statistics is None or not (given[0].is_cpu or given[0].is_cuda):
+        input = given[0]
+        has_kernels = input is not None and (input.is_cpu or input.is_cuda)  # the checks will say what None is
+        if self.with_statistics is None or not has_kernels:
             return below_autograd(self.op, self.cpu, keyset, given, options), None
         op, cpu = self.with_statistics.op, self.with_statistics.cpu
         output, statistics = below_autograd(op, cpu, keyset, given, options)
