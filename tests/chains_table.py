@@ -74,7 +74,17 @@ class Row:
         self, x: Tensor, weight: Tensor, conv_bias: Tensor | None, own: Own, **conv: Any
     ) -> Tensor:
         """The unfused chain with its conv."""
-        return self.plain_chain(F.conv2d(x, weight, conv_bias, **conv), own)
+        return self.plain_chain(conv2d(x, weight, conv_bias, **conv), own)
+
+
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, **geometry: Any) -> Tensor:
+    """PyTorch's. In half precision on the CPU it is wrong or crashes for some sizes of maps (oneDNN): in float32 there,
+    rounded to what it would give."""
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    half = x.dtype if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else None
+    if not half or not all(isinstance(t, Tensor) and t.is_cpu and t.dtype is half for t in tensors):
+        return F.conv2d(x, weight, bias, **geometry)
+    return F.conv2d(x.float(), weight.float(), None if bias is None else bias.float(), **geometry).to(half)
 
 
 def clamp(v: Tensor, low: float | None, high: float | None) -> Tensor:

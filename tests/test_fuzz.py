@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from chains_table import (
     Plain,
     Row,
     as_pairs,
+    conv2d,
     fused_keywords,
     generator,
     map_tensors,
@@ -212,7 +212,8 @@ def on_rounded_v(call: Call) -> list[Tensor]:
     if not call.has_conv or call.arguments["input"].dtype not in (torch.float16, torch.bfloat16):
         return []
     given = map_tensors(call.arguments, torch.Tensor.contiguous)
-    v = F.conv2d(given["input"], given["weight"], given["conv_bias"], *[given[name] for name in GEOMETRY])
+    geometry = {name: given[name] for name in GEOMETRY}
+    v = conv2d(given["input"], given["weight"], given["conv_bias"], **geometry)
     own = {name: given[name] for name in call.row.arguments}
     return [call.row.plain_chain(v.double(), double(own))]
 

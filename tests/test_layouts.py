@@ -274,22 +274,36 @@ def test_nothing_is_read_outside_the_tensors(row: Row, isa: str) -> None:
     assert "untouched" in new_process(GUARDED, row.chain, isa, environment={"FUSEDCONV_CPU_ISA": isa})
 
 
-WINDOWS_OF_PADDING = """
-import torch
+HALF_CONV = """
+import sys, torch, fusedconv
 torch.manual_seed(0)
+dtype, case = getattr(torch, sys.argv[1]), sys.argv[2]
+size, kernel, groups, *geometry = {
+    "windows of padding": ((1, 3, 31, 2), (24, 3, 5, 1), 1, (1, 3), (2, 4), (1, 3)),
+    "windows around a row": ((2, 3, 2, 9), (4, 3, 2, 3), 1, (1, 1), (2, 1), (3, 1)),
+    "columns of one pixel": ((3, 6, 31, 7), (3, 2, 4, 5), 3, (2, 3), (3, 1), (3, 2)),
+}[case]
+grad = None
 for _ in range(100):
-    x = torch.randn(1, 3, 31, 2).bfloat16().contiguous(memory_format=torch.channels_last)
-    weight, bias = torch.randn(24, 3, 5, 1).bfloat16(), torch.randn(24).bfloat16()
-    geometry = (1, 3), (2, 4), (1, 3)
-    y = torch.ops.fusedconv.conv2d_relu_hardswish(x, weight, bias, *geometry)
-    expected = torch.conv2d(x.double(), weight.double(), bias.double(), *geometry)
-    expected = torch.nn.functional.hardswish(expected.relu())
+    x = torch.randn(size).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+    weight = (torch.randn(kernel) / 6).to(dtype).requires_grad_()
+    bias = torch.randn(kernel[0]).to(dtype).requires_grad_()
+    leaves = x, weight, bias
+    y = torch.ops.fusedconv.conv2d_group_norm_silu(*leaves, 1, None, None, 1e-5, *geometry, groups)
     assert y.is_contiguous(memory_format=torch.channels_last)
-    assert (y.double() - expected).norm() < 8e-3 * expected.norm()
+    v = torch.conv2d(*[t.double() for t in leaves], *geometry, groups)
+    expected = torch.nn.functional.silu(torch.nn.functional.group_norm(v, 1))
+    grad = torch.randn_like(y)
+    found, right = torch.autograd.grad(y, leaves, grad), torch.autograd.grad(expected, leaves, grad.double())
+    for ours, exact in zip((y, *found), (expected, *right)):
+        assert (ours.double() - exact.double()).norm() <= 5e-2 * exact.double().norm()
+    del y, found  # what they leave in memory is what a wrong conv would read
 print("right")
 """
 
 
-def test_windows_that_lie_in_the_padding() -> None:
-    """Where PyTorch's own conv crashes, depending on what stands in memory: so in a process of its own."""
-    assert new_process("import fusedconv\n" + WINDOWS_OF_PADDING).strip() == "right"
+@pytest.mark.parametrize("case", ["windows of padding", "windows around a row", "columns of one pixel"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_conv_in_half_precision(dtype: str, case: str) -> None:
+    """Where PyTorch's own crashes or is wrong, as what stands in memory will have it: so in a process of its own."""
+    assert new_process(HALF_CONV, dtype, case).strip() == "right"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .config import get_float32_precision
 
@@ -28,8 +27,10 @@ def convolution(
     precision: str | None,
 ) -> Tensor:
     """``torch.conv2d``; ``"ieee"`` and ``"tf32"`` decide about TF32 instead of PyTorch's flag."""
-    if input.is_cpu and _has_windows_of_padding(input, weight, padding, dilation):
-        input, padding = pad(input, (padding[1], padding[1], padding[0], padding[0])), (0, 0)
+    if _fails_in_half(input, weight, stride, padding, dilation):
+        bias = None if bias is None else bias.float()
+        wide = torch.conv2d(input.float(), weight.float(), bias, stride, padding, dilation, groups)
+        return wide.to(input.dtype)
     if precision is None:
         precision = get_float32_precision()
     if precision == "default":
@@ -43,15 +44,20 @@ def convolution(
     return output
 
 
-def _has_windows_of_padding(
-    input: Tensor, weight: Tensor, padding: Sequence[int], dilation: Sequence[int]
+def _fails_in_half(
+    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> bool:
-    """Whether a bfloat16 conv has windows that lie in the padding as a whole. For some of them oneDNN's reads beyond its
-    tables and crashes (torch 2.13, AVX-512); an input that was padded before has no such windows."""
-    if input.dtype is not torch.bfloat16:
+    """Whether oneDNN's conv of bfloat16 or float16 may crash or be wrong: with torch 2.13 and AVX-512 it reads beyond its
+    tables where a window meets nothing but padding, and with AMX or FP16 instructions takes what stands in memory for
+    values where a side of a map has one pixel."""
+    if not input.is_cpu or input.dtype not in (torch.bfloat16, torch.float16):
         return False
-    sides = zip(padding, dilation, weight.shape[2:], strict=True)
-    return any(p > d * (k - 1) for p, d, k in sides)
+    sizes = zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    for size, kernel, step, before, gap in sizes:
+        reach = gap * (kernel - 1)
+        if size == 1 or size + 2 * before - reach <= step or before > reach or gap > size:
+            return True
+    return False
 
 
 def convolution_backward(
@@ -72,17 +78,16 @@ def convolution_backward(
     it runs in float64: products of TF32 parts would be exact too, but not their sums, which the tensor cores cut off.
     ``"tf32"`` allows TF32 and does not force it.
     """
-
-    def product(grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]) -> list[Tensor | None]:
-        gradients: Sequence[Tensor | None] = _aten.convolution_backward.default(
-            grad, input, weight, [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, mask
-        )
-        return list(gradients)
-
     if precision is None:
         precision = get_float32_precision()
     rounds = grad.is_cuda and grad.dtype is torch.float32 and torch.backends.cudnn.allow_tf32
+    wide = grad.dtype
     if precision == "ieee" and rounds:
-        exact = product(grad.double(), input.double(), weight.double(), mask)
-        return [None if gradient is None else gradient.to(grad.dtype) for gradient in exact]
-    return product(grad, input, weight, mask)
+        wide = torch.float64
+    elif _fails_in_half(input, weight, stride, padding, dilation):
+        wide = torch.float32
+    gradients: Sequence[Tensor | None] = _aten.convolution_backward.default(
+        grad.to(wide), input.to(wide), weight.to(wide), [weight.shape[0]],
+        stride, padding, dilation, False, [0, 0], groups, mask,
+    )  # fmt: skip
+    return [None if gradient is None else gradient.to(grad.dtype) for gradient in gradients]

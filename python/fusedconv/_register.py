@@ -131,7 +131,9 @@ class Operator:
         self, keyset: Any, given: Sequence[Any], options: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         input = given[0]
-        has_kernels = input is not None and (input.is_cpu or input.is_cuda)  # the checks will say what None is
+        has_kernels = input is not None and (
+            input.is_cpu or input.is_cuda
+        )  # the checks will say what None is
         if self.with_statistics is None or not has_kernels:
             return below_autograd(self.op, self.cpu, keyset, given, options), None
         op, cpu = self.with_statistics.op, self.with_statistics.cpu
