@@ -283,7 +283,6 @@ size, kernel, groups, *geometry = {
     "windows around a row": ((2, 3, 2, 9), (4, 3, 2, 3), 1, (1, 1), (2, 1), (3, 1)),
     "columns of one pixel": ((3, 6, 31, 7), (3, 2, 4, 5), 3, (2, 3), (3, 1), (3, 2)),
 }[case]
-grad = None
 for _ in range(100):
     x = torch.randn(size).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
     weight = (torch.randn(kernel) / 6).to(dtype).requires_grad_()
@@ -293,9 +292,10 @@ for _ in range(100):
     assert y.is_contiguous(memory_format=torch.channels_last)
     v = torch.conv2d(*[t.double() for t in leaves], *geometry, groups)
     expected = torch.nn.functional.silu(torch.nn.functional.group_norm(v, 1))
+    assert (y.double() - expected).norm() < 8e-3 * expected.norm()
     grad = torch.randn_like(y)
     found, right = torch.autograd.grad(y, leaves, grad), torch.autograd.grad(expected, leaves, grad.double())
-    for ours, exact in zip((y, *found), (expected, *right)):
+    for ours, exact in zip(found, right):
         assert (ours.double() - exact.double()).norm() <= 5e-2 * exact.double().norm()
     del y, found  # what they leave in memory is what a wrong conv would read
 print("right")

@@ -128,18 +128,25 @@ def _batched(rule: Function, *given: Any, **options: Any) -> Any:
     return tree_map(lambda tensor: torch._C._functorch._add_batch_dim(tensor, 0, level), result)
 
 
-def mapped(
-    op: Any, batch_size: int, in_dims: Sequence[int | None], args: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
-    """A call for each entry of the mapped dimension."""
-    calls = [as_tuple(op(*sample, **options)) for sample in unmapped(batch_size, in_dims, args)]
-    return returns([torch.stack(samples) for samples in zip(*calls, strict=True)])
-
-
 def unmapped(batch_size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Iterator[list[Any]]:
     """The arguments of each of the calls that torch.func.vmap stands for."""
     for i in range(batch_size):
         yield [a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True)]
+
+
+class Inner:
+    """The rules of an operator that other operators call: they have dealt with autocast and with vmap."""
+
+    op: Any
+
+    def autocast(self, device: str, *given: Any, **options: Any) -> Any:
+        with without_autocast(device):
+            return self.op(*given, **options)
+
+    def vmap(self, batch_size: int, in_dims: Sequence[int | None], *given: Any, **options: Any) -> Any:
+        """A call for each entry of the mapped dimension."""
+        calls = [as_tuple(self.op(*args, **options)) for args in unmapped(batch_size, in_dims, given)]
+        return returns([torch.stack(samples) for samples in zip(*calls, strict=True)])
 
 
 # ---- results ----

@@ -15,12 +15,12 @@ from torch import Tensor
 from ._conv import GEOMETRY, OWN, TENSORS, convolution
 from ._dispatch import (
     Function,
+    Inner,
     as_tuple,
     below_autograd,
     define,
     has_tangent,
     implement,
-    mapped,
     needs_gradient,
     remember,
     unmapped,
@@ -101,11 +101,11 @@ class Operator:
         if in_dims[0] is None or any(in_dims[i] is not None for i in self.tensors[1:] if i < len(given)):
             calls = unmapped(batch_size, in_dims, given)
             return torch.stack([self.op(*args, **options) for args in calls])
-        batches = given[0].movedim(in_dims[0], 0)
-        sample = batches.new_empty(()).expand(batches.shape[1:])
+        mapped = given[0].movedim(in_dims[0], 0)
+        sample = mapped.new_empty(()).expand(mapped.shape[1:])
         self.look(self.complete((sample, *given[1:])), **options)  # checks the sizes that the caller sees
-        output: Tensor = self.op(batches.flatten(0, 1), *given[1:], **options)
-        return output.view(*batches.shape[:2], *output.shape[1:])
+        output: Tensor = self.op(mapped.flatten(0, 1), *given[1:], **options)
+        return output.view(*mapped.shape[:2], *output.shape[1:])
 
     def autograd(self, keyset: Any, *given: Any, **options: Any) -> Tensor:
         tensors = [given[i] for i in self.places[len(given)]]
@@ -252,7 +252,7 @@ class Operator:
         return shape, dtype, torch.channels_last if channels_last else torch.contiguous_format
 
 
-class WithStatistics:
+class WithStatistics(Inner):
     """``_<operator>_with_statistics(<the operator's arguments>)``: the output, and the statistics of its norm.
 
     They are float64 ``[N, num_groups, 2]``: of each group the mean and ``1 / sqrt(variance + eps)``. Kernels write
@@ -266,13 +266,6 @@ class WithStatistics:
         name = f"_{operator.name}_with_statistics"
         self.op = define(f"{name}({schema}, {_OPTIONS}) -> (Tensor, Tensor)")
         implement(name, self)
-
-    def autocast(self, device: str, *given: Any, **options: Any) -> Any:
-        with without_autocast(device):
-            return self.op(*given, **options)
-
-    def vmap(self, batch_size: int, in_dims: Sequence[int | None], *given: Any, **options: Any) -> Any:
-        return mapped(self.op, batch_size, in_dims, given, options)
 
     def autograd(self, keyset: Any, *given: Any, **options: Any) -> Any:
         """Training meets it below autograd; but graphs that were traced there may be differentiated again."""

@@ -16,15 +16,14 @@ from ._conv import GEOMETRY, TENSORS, convolution_backward
 from ._dispatch import (
     AUTOGRAD,
     Function,
+    Inner,
     below_autograd,
     define,
     has_tangent,
     implement,
-    mapped,
     needs_gradient,
     remember,
     returns,
-    without_autocast,
 )
 from ._launch_backward import BackwardLauncher, ChainBackward, Gradients, Wanted
 from .chains import check_conv
@@ -45,7 +44,7 @@ _LEAST_PIXELS = 256
 _MOST_ROWS = 2**24  # a pool counts a window's rows in float32
 
 
-class Backward:
+class Backward(Inner):
     """``_<operator>_backward(grad, <arguments>, statistics, output_mask)``: a gradient for each tensor.
 
     After the arguments stand the statistics of the norm, None where there is none or on devices without kernels.
@@ -69,13 +68,6 @@ class Backward:
             f"-> ({results})"
         )
         implement(name, self)
-
-    def autocast(self, device: str, *args: Any, **options: Any) -> Any:
-        with without_autocast(device):
-            return self.op(*args, **options)
-
-    def vmap(self, batch_size: int, in_dims: Sequence[int | None], *args: Any, **options: Any) -> Any:
-        return mapped(self.op, batch_size, in_dims, args, options)
 
     def autograd(self, keyset: Any, *args: Any, **options: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
