@@ -11,6 +11,7 @@
 #include "conv_pool_pass.cuh"
 #include "conv_resident_pass.cuh"
 #include "conv_store_pass.cuh"
+#include "vector_access.cuh"
 #include "workspace.cuh"
 
 namespace fusedconv {
@@ -134,7 +135,7 @@ struct ConvChain {
     const ConvTiling& t = plan.tiling;
     ConvProblem p{problem.input,      problem.conv->weight, problem.output,
                   problem.conv->bias, problem.arguments,    t};
-    p.tiling.reads_vectors &= reinterpret_cast<uintptr_t>(problem.input.data) % kVectorBytes == 0;
+    p.tiling.reads_vectors &= is_aligned(problem.input.data, kVectorBytes);
     const int64_t panels = problem.input.size[0] * panels_per_sample(t);
     p.weights =
         workspace.take<uint4>(int64_t(plan.parts) * t.row_blocks * t.chunks * t.weights_bytes / kUnitBytes);

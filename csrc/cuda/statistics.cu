@@ -50,7 +50,11 @@ __global__ void __launch_bounds__(kNormThreads)
     norms[c] = norm_of<T>(statistics[c / group_channels], 1.0, 0.0);
 }
 
-constexpr int64_t kMostBlocks = 1 << 16;
+// Blocks that go on to what is left.
+dim3 some_blocks(int64_t wanted) {
+  constexpr int64_t kMostBlocks = 1 << 16;
+  return dim3(unsigned(wanted < kMostBlocks ? wanted : kMostBlocks));
+}
 
 }  // namespace
 
@@ -59,11 +63,10 @@ cudaError_t launch_group_statistics(const Part<P>* parts, int64_t parts_per_grou
                                     int64_t channels, int64_t pixels, const Arguments& arguments,
                                     const StatisticsOutput<T>& to, bool overlaps, cudaStream_t stream) {
   const int64_t groups = samples * arguments.num_groups;
-  const int blocks = int(groups < kMostBlocks ? groups : kMostBlocks);
   const int64_t group_channels = channels / arguments.num_groups;
   const double share = 1.0 / (double(group_channels) * double(pixels));
-  return launch_kernel(group_norm_statistics<T, P>, {dim3(blocks), kNormThreads, 0, overlaps}, stream, parts,
-                       parts_per_group, channels, groups, group_channels, share, arguments, to);
+  return launch_kernel(group_norm_statistics<T, P>, {some_blocks(groups), kNormThreads, 0, overlaps}, stream,
+                       parts, parts_per_group, channels, groups, group_channels, share, arguments, to);
 }
 
 template <class T, class P>
@@ -76,8 +79,7 @@ cudaError_t launch_unit_norms(const GroupStatistics* statistics, int64_t samples
                               int64_t groups, Norm<T>* norms, cudaStream_t stream) {
   const int64_t count = samples * channels;
   const int64_t blocks = (count + kNormThreads - 1) / kNormThreads;
-  const LaunchShape shape{dim3(unsigned(blocks < kMostBlocks ? blocks : kMostBlocks)), kNormThreads, 0,
-                          false};
+  const LaunchShape shape{some_blocks(blocks), kNormThreads, 0, false};
   return launch_kernel(unit_norms<T>, shape, stream, statistics, count, channels / groups, norms);
 }
 
