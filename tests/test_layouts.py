@@ -282,6 +282,7 @@ size, kernel, groups, *geometry = {
     "windows of padding": ((1, 3, 31, 2), (24, 3, 5, 1), 1, (1, 3), (2, 4), (1, 3)),
     "windows around a row": ((2, 3, 2, 9), (4, 3, 2, 3), 1, (1, 1), (2, 1), (3, 1)),
     "columns of one pixel": ((3, 6, 31, 7), (3, 2, 4, 5), 3, (2, 3), (3, 1), (3, 2)),
+    "a row of one pixel": ((2, 3, 1, 20), (4, 3, 3, 3), 1, (1, 1), (2, 1), (1, 1)),
 }[case]
 for _ in range(100):
     x = torch.randn(size).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
@@ -302,7 +303,9 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("case", ["windows of padding", "windows around a row", "columns of one pixel"])
+@pytest.mark.parametrize(
+    "case", ["windows of padding", "windows around a row", "columns of one pixel", "a row of one pixel"]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_conv_in_half_precision(dtype: str, case: str) -> None:
     """Where PyTorch's own crashes or is wrong, as what stands in memory will have it: so in a process of its own."""

@@ -81,13 +81,12 @@ def convolution_backward(
     if precision is None:
         precision = get_float32_precision()
     rounds = grad.is_cuda and grad.dtype is torch.float32 and torch.backends.cudnn.allow_tf32
-    wide = grad.dtype
+    dtype = grad.dtype
     if precision == "ieee" and rounds:
-        wide = torch.float64
+        grad, input, weight = grad.double(), input.double(), weight.double()
     elif _fails_in_half(input, weight, stride, padding, dilation):
-        wide = torch.float32
+        grad, input, weight = grad.float(), input.float(), weight.float()
     gradients: Sequence[Tensor | None] = _aten.convolution_backward.default(
-        grad.to(wide), input.to(wide), weight.to(wide), [weight.shape[0]],
-        stride, padding, dilation, False, [0, 0], groups, mask,
-    )  # fmt: skip
-    return [None if gradient is None else gradient.to(grad.dtype) for gradient in gradients]
+        grad, input, weight, [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, mask
+    )
+    return [None if gradient is None else gradient.to(dtype) for gradient in gradients]
