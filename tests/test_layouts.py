@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chains_table import (
     CONV_ROWS,
@@ -21,6 +23,7 @@ from chains_table import (
     to_channels_last,
 )
 from fusedconv import _C
+from fusedconv._conv import convolution, convolution_backward
 from helpers import check_chain, check_conv, new_process, same_bits
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
@@ -274,16 +277,19 @@ def test_nothing_is_read_outside_the_tensors(row: Row, isa: str) -> None:
     assert "untouched" in new_process(GUARDED, row.chain, isa, environment={"FUSEDCONV_CPU_ISA": isa})
 
 
-HALF_CONV = """
-import sys, torch, fusedconv
-torch.manual_seed(0)
-dtype, case = getattr(torch, sys.argv[1]), sys.argv[2]
-size, kernel, groups, *geometry = {
+# Of the input and the weight the sizes, groups, stride, padding, dilation.
+HALF_CONVS = {
     "windows of padding": ((1, 3, 31, 2), (24, 3, 5, 1), 1, (1, 3), (2, 4), (1, 3)),
     "windows around a row": ((2, 3, 2, 9), (4, 3, 2, 3), 1, (1, 1), (2, 1), (3, 1)),
     "columns of one pixel": ((3, 6, 31, 7), (3, 2, 4, 5), 3, (2, 3), (3, 1), (3, 2)),
     "a row of one pixel": ((2, 3, 1, 20), (4, 3, 3, 3), 1, (1, 1), (2, 1), (1, 1)),
-}[case]
+    "depthwise": ((2, 8, 31, 31), (8, 1, 3, 3), 8, (1, 1), (2, 2), (2, 2)),
+}
+HALF_CONV = """
+import ast, sys, torch, fusedconv
+torch.manual_seed(0)
+dtype = getattr(torch, sys.argv[1])
+size, kernel, groups, *geometry = ast.literal_eval(sys.argv[2])
 for _ in range(100):
     x = torch.randn(size).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
     weight = (torch.randn(kernel) / 6).to(dtype).requires_grad_()
@@ -303,10 +309,37 @@ print("right")
 """
 
 
-@pytest.mark.parametrize(
-    "case", ["windows of padding", "windows around a row", "columns of one pixel", "a row of one pixel"]
-)
+half_convs = pytest.mark.parametrize("case", HALF_CONVS)
+
+
+@half_convs
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_conv_in_half_precision(dtype: str, case: str) -> None:
     """Where PyTorch's own crashes or is wrong, as what stands in memory will have it: so in a process of its own."""
-    assert new_process(HALF_CONV, dtype, case).strip() == "right"
+    assert new_process(HALF_CONV, dtype, repr(HALF_CONVS[case])).strip() == "right"
+
+
+class _ConvDtypes(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "convolution" in func.__name__:
+            self.seen.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@half_convs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_pytorch_fails_in_is_run_in_float32(dtype: torch.dtype, case: str) -> None:
+    """Not every machine's oneDNN fails, so what is asked of PyTorch is looked at too."""
+    size, kernel, groups, *geometry = HALF_CONVS[case]
+    x, weight = torch.randn(size).to(dtype), torch.randn(kernel).to(dtype)
+    with _ConvDtypes() as forward:
+        y = convolution(x, weight, None, *geometry, groups, precision=None)
+    with _ConvDtypes() as backward:
+        grads = convolution_backward(y, x, weight, *geometry, groups, precision=None, mask=[True, True, False])
+    assert forward.seen == [dtype if case == "depthwise" else torch.float32]
+    assert backward.seen == [torch.float32]
+    assert [g.dtype for g in (y, *grads) if g is not None] == [dtype] * 3

@@ -222,6 +222,28 @@ def test_a_graph_of_training_is_differentiable(row: Row) -> None:
     assert torch.equal(torch.autograd.grad(loss_of(traced(leaf)), leaf)[0], right[0])
 
 
+@rows
+def test_a_graph_with_its_backward_under_torch_func(row: Row) -> None:
+    """Where a transform is not of the graph's arguments its kernels run; where it is, an error says so."""
+    fused, _ = models(row, torch.float64)
+    x = batch(0, torch.float64).requires_grad_()
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.autograd.grad(loss_of(fused(x)), x)[0]
+
+    traced = make_fx(gradient)(x)
+    right = gradient(x)
+    s = torch.tensor(2.0, dtype=torch.float64)
+
+    def scaled(s: Tensor) -> Tensor:
+        return (traced(x.detach()) * s).sum()
+
+    torch.testing.assert_close(torch.func.grad(scaled)(s), right.sum())
+    torch.testing.assert_close(torch.func.jvp(scaled, (s,), (s,))[1], 2 * right.sum())
+    with pytest.raises(NotImplementedError, match=rf"{row.conv}: a traced graph .* by torch\.func"):
+        torch.func.grad(lambda x: traced(x).sum())(x.detach())
+
+
 # ---- torch.compile, torch.func ----
 
 

@@ -50,7 +50,7 @@ def _fails_in_half(
     """Whether oneDNN's conv of bfloat16 or float16 may crash or be wrong: with torch 2.13 and AVX-512 it reads beyond its
     tables where a window meets nothing but padding, and with AMX or FP16 instructions takes what stands in memory for
     values where a side of a map has one pixel."""
-    if not input.is_cpu or input.dtype not in (torch.bfloat16, torch.float16):
+    if not _is_half_on_cpu(input):
         return False
     sizes = zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     for size, kernel, step, before, gap in sizes:
@@ -58,6 +58,10 @@ def _fails_in_half(
         if size == 1 or size + 2 * before - reach <= step or before > reach or gap > size:
             return True
     return False
+
+
+def _is_half_on_cpu(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def convolution_backward(
@@ -76,7 +80,8 @@ def convolution_backward(
 
     ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flag would use TF32 against ``"ieee"``,
     it runs in float64: products of TF32 parts would be exact too, but not their sums, which the tensor cores cut off.
-    ``"tf32"`` allows TF32 and does not force it.
+    ``"tf32"`` allows TF32 and does not force it. On the CPU a weight's gradient in half precision is found in float32:
+    oneDNN's reads beyond its tensors for some geometries, depthwise ones among them.
     """
     if precision is None:
         precision = get_float32_precision()
@@ -84,7 +89,7 @@ def convolution_backward(
     dtype = grad.dtype
     if precision == "ieee" and rounds:
         grad, input, weight = grad.double(), input.double(), weight.double()
-    elif _fails_in_half(input, weight, stride, padding, dilation):
+    elif (mask[1] and _is_half_on_cpu(input)) or _fails_in_half(input, weight, stride, padding, dilation):
         grad, input, weight = grad.float(), input.float(), weight.float()
     gradients: Sequence[Tensor | None] = _aten.convolution_backward.default(
         grad, input, weight, [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, mask

@@ -127,13 +127,12 @@ class Operator:
         output, statistics = _record(self, keyset, options, given, *tensors)
         return output, statistics
 
-    def below_autograd(
+    def forward_with_statistics(
         self, keyset: Any, given: Sequence[Any], options: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         input = given[0]
-        has_kernels = input is not None and (
-            input.is_cpu or input.is_cuda
-        )  # the checks will say what None is
+        # the checks will say what None is
+        has_kernels = input is not None and (input.is_cpu or input.is_cuda)
         if self.with_statistics is None or not has_kernels:
             return below_autograd(self.op, self.cpu, keyset, given, options), None
         op, cpu = self.with_statistics.op, self.with_statistics.cpu
@@ -270,11 +269,12 @@ class WithStatistics(Inner):
     def autograd(self, keyset: Any, *given: Any, **options: Any) -> Any:
         """Training meets it below autograd; but graphs that were traced there may be differentiated again."""
         tensors = [given[i] for i in self.operator.places[len(given)]]
-        if has_tangent(tensors) or torch._C._are_functorch_transforms_active():
+        tangent = has_tangent(tensors)
+        if not tangent and not needs_gradient(tensors):  # the graph's backward wants the statistics of its kernels
+            return below_autograd(self.op, self.cpu, keyset, given, options)
+        if tangent or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
-        if needs_gradient(tensors):
-            return self.operator.record(keyset, given, options, tensors)
-        return below_autograd(self.op, self.cpu, keyset, given, options)
+        return self.operator.record(keyset, given, options, tensors)
 
     def cpu(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
         run = self.operator.run_on_cpu(given, options)
@@ -311,7 +311,7 @@ class _Gradient(torch.autograd.Function):
     def forward(
         ctx: Any, operator: Operator, keyset: Any, options: Any, given: Sequence[Any], *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        output, statistics = operator.below_autograd(keyset, given, options)
+        output, statistics = operator.forward_with_statistics(keyset, given, options)
         ctx.save_for_backward(*tensors, statistics)
         if statistics is not None:
             ctx.mark_non_differentiable(statistics)

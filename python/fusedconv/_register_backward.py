@@ -41,7 +41,7 @@ Find = Callable[[Tensor, Sequence[Any], str | None], Gradients]
 
 # What a plane costs by itself is as much as some hundred pixels.
 _LEAST_PIXELS = 256
-_MOST_ROWS = 2**24  # a pool counts a window's rows in float32
+_MOST_SIDE = 2**24  # a pool counts a window's rows and columns in float32
 
 
 class Backward(Inner):
@@ -87,6 +87,11 @@ class Backward(Inner):
             gradients: Sequence[Tensor] = torch.func.vjp(function, *leaves)[1](grad)
             return gradients
 
+        if torch._C._are_functorch_transforms_active():  # where torch.func.vjp is not to be had
+            raise NotImplementedError(
+                f"{self.operator.name}: a traced graph that holds its backward cannot be differentiated by "
+                "torch.func; use torch.autograd, or transform the function and trace that"
+            )
         chain_backward = self.by_reference(pullback, grad.dtype, self.wanted(args[-1]))
         found = self.step_by_step(self.operator.source, chain_backward, grad, args, precision)
         return returns([found[i] if i in found else grad.new_empty(0) for i in self.operator.tensors])
@@ -258,8 +263,8 @@ def _has_kernels_on_cpu(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
     """Whether they serve on the CPU too, and are the faster way."""
     if grad.dtype is not v.dtype or v.dtype not in (torch.float32, torch.float64):
         return False
-    pixels = v.shape[2] * v.shape[3]
-    return _has_kernels(v, grad, args) and pixels >= _LEAST_PIXELS and v.shape[2] < _MOST_ROWS
+    height, width = v.shape[2:]
+    return _has_kernels(v, grad, args) and height * width >= _LEAST_PIXELS and max(height, width) < _MOST_SIDE
 
 
 def _recorded_pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
