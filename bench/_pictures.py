@@ -192,10 +192,14 @@ def bars(axes: Axes, ids: Sequence[int], heights: Mapping[Kind, Sequence[float]]
     axes.margins(x=0.01, y=0.12)
 
 
-def measured(kinds: Sequence[Kind], entries: Models) -> dict[Kind, list[float]]:
-    """The times of each kind, by model; a kind without any is left out."""
-    times = {kind: [kind.ms(contestants) for contestants in entries.values()] for kind in kinds}
-    return {kind: ms for kind, ms in times.items() if not all(map(math.isnan, ms))}
+def measured(
+    kinds: Sequence[Kind],
+    entries: Models,
+    value_of: Callable[[Kind, Mapping[str, Any]], float] = Kind.ms,
+) -> dict[Kind, list[float]]:
+    """The times of each kind, or what else is asked for, by model; a kind without any is left out."""
+    values = {kind: [value_of(kind, contestants) for contestants in entries.values()] for kind in kinds}
+    return {kind: of_kind for kind, of_kind in values.items() if not all(map(math.isnan, of_kind))}
 
 
 def absent(ids: Sequence[int], kinds: Sequence[Kind] = ()) -> str:
@@ -450,7 +454,7 @@ def training(source: Source) -> Picture:
     bars(axes, list(models), times)
     axes.set_ylabel("ms a step")
     missing = [] if times.keys() & set(TRAINERS[-2:]) else [COMPILE]
-    caption = f"Batch {raw['batch']}, float32. How busy the machine was: bench/NOTES.md."
+    caption = f"Batch {raw['batch']}, float32, the fused op exact. How busy the machine was: bench/NOTES.md."
     caption += compile_modes(models) + absent(list(models), missing)
     finish(figure, axes, source, "Time of a training step: forward and backward", caption)
     return Picture(f"{source.stem}-times", figure)
@@ -463,19 +467,15 @@ def training_memory(source: Source) -> Picture:
     models = by_id(raw["workloads"])
 
     def peak(kind: Kind, contestants: Mapping[str, Any]) -> float:
-        bytes_of = [r["peak_bytes"] for n, r in contestants.items() if n.startswith(kind.names)]
-        return min(bytes_of) / 1e6
+        of_kind = [r for name, r in contestants.items() if name.startswith(kind.names)]
+        return min((r["peak_bytes"] for r in of_kind if "peak_bytes" in r), default=math.nan) / 1e6
 
     exact = Kind("fused, exact", ("fused ieee",), BLUE)
     compiled = Kind("torch.compile", ("compile, default",), GREEN)
-    bars(
-        axes,
-        list(models),
-        {kind: [peak(kind, c) for c in models.values()] for kind in (exact, EAGER, compiled)},
-    )
+    bars(axes, list(models), measured((exact, EAGER, compiled), models, peak))
     axes.set_ylabel("peak of a step, MB")
     caption = f"Batch {raw['batch']}, float32. Gradients included, and without what stands before the step."
-    caption += IN_DEFAULT_MODE
+    caption += " Of each contestant the better layout." + IN_DEFAULT_MODE
     finish(figure, axes, source, "Peak memory of a training step", caption + absent(list(models)))
     return Picture(f"{source.stem}-memory", figure)
 
@@ -495,10 +495,18 @@ def memory(source: Source) -> Picture:
     return Picture(f"{source.stem}", figure)
 
 
+def of_a_gpu(raw: Mapping[str, Any]) -> tuple[Callable[[Source], Picture], ...]:
+    """A file may hold some sections only (``--sections``)."""
+    if "rates" not in raw or "float32" not in raw["sections"]:
+        return ()
+    has_all = all(roof.section in raw["sections"] for roof in ROOFS.values())
+    return (gpu_speed, roofline, gpu_batches) if has_all else (gpu_speed,)
+
+
 def pictures(source: Source) -> Iterator[Picture]:
     """By the form of the numbers; nothing for a form that has no picture."""
     forms: dict[str, tuple[Callable[[Source], Picture], ...]] = {
-        "gpu": (gpu_speed, roofline, gpu_batches) if "rates" in source.raw else (),
+        "gpu": of_a_gpu(source.raw),
         "cpu": (cpu_batches,) if "sizes" in source.raw else (cpu_speed,),
         "train": (training, training_memory) if "card" in source.raw else (training,),
         "memory": (memory,),

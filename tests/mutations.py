@@ -99,7 +99,7 @@ MUTATIONS = (
     Mutation("15", "a NaN bound is ignored", CORE + "pointwise.h",
              "x != x || low != low", "x != x", "tests/test_special_values.py -k row_15"),
     Mutation("16", "every gradient is computed", PYTHON + "_register.py",
-             "mask = [*needed, ", "mask = [*[tensor is not None for tensor in ctx.saved_tensors], ",
+             "mask = [*needed, ", "mask = [*[tensor is not None for tensor in tensors], ",
              "tests/test_autograd.py -k row_16"),
     Mutation("17", "the weight's dtype is not looked at", PYTHON + "chains.py",
              "if weight.dtype is not dtype or weight.device != device:", "if weight.device != device:",

@@ -207,6 +207,31 @@ def test_ties_in_pools_go_to_the_first(pool: tuple[int, int], dtype: torch.dtype
     check_gradients(row, v, own)
 
 
+@pytest.mark.parametrize("size", [(2**24 + 4, 1), (1, 2**24 + 4)])
+def test_a_window_with_more_rows_or_columns_than_float32_counts(size: tuple[int, int]) -> None:
+    row = BY_NAME["group_norm_scale_max_pool_clamp"]
+    own = draw_own(row, 1, generator("long"), groups=1, pool_size=size, clamp_min=None, clamp_max=None)
+    own["norm_weight"], own["scale"] = torch.ones(1), torch.ones(())
+    v = torch.zeros(1, 1, *size)
+    v.view(-1)[2**24 + 1] = 1.0
+    v.requires_grad_()
+    (gradient,) = torch.autograd.grad(row.chain_op(v, own).sum(), v)
+    assert int(gradient.abs().argmax()) == 2**24 + 1
+
+
+@devices
+def test_gradients_are_laid_out_like_empty_like(device: str) -> None:
+    """Channels of a wider tensor: a gradient of its own has no gaps, and is not copied for them. The input may be."""
+    row = BY_NAME["group_norm_silu"]
+    v = randn(generator("gaps"), 2, 9, 20, 20).to(device)[:, :6].requires_grad_()
+    own = on(draw_own(row, 6, generator("gaps own"), groups=2), device)
+    y = row.chain_op(v, own)
+    grad = torch.ones_like(y)
+    assert torch.autograd.grad(y, v, grad, retain_graph=True)[0].stride() == torch.empty_like(v).stride()
+    ran = profile(lambda: torch.autograd.grad(y, v, grad))
+    assert ran.operators.count("aten::copy_") <= 1
+
+
 @devices
 def test_the_last_nan_of_a_window_gets_the_gradient(device: str) -> None:
     """As in PyTorch. Only the gradients of weight and scale tell: all else is NaN."""

@@ -301,10 +301,12 @@ COMPUTES = (
 
 @direct_only
 @conv_rows
-def test_wide_maps_run_in_strips(run: Runner, row: Row) -> None:
+@pytest.mark.parametrize("width", [130, 7300])
+def test_wide_maps_run_in_strips(run: Runner, row: Row, width: int) -> None:
+    """Also those of which a row of all channels would not fit into a block's shared memory."""
     forget()
-    call = draw(row, Case(2, (8, 32), (20, 130), groups=16, pool=(4, 4)), IEEE.dtype)
-    conv_gradients(row, call, IEEE, torch.randn_like(plain_like(row, call)))
+    call = draw(row, Case(2, (8, 32), (20, width), groups=16, pool=(4, 4)), IEEE.dtype)
+    check_conv_gradients(row, call, IEEE)
     said = [text for text in run.said() if f"{row.conv} backward" in text]
     assert said
     assert all("strips" in text for text in said), said

@@ -282,6 +282,15 @@ def test_the_rates_are_of_what_moves_and_of_two_operations_a_product(monkeypatch
     assert product_rate.__wrapped__(cpu, torch.float32, 1) == 2**33  # 2^11 to the third
 
 
+def test_the_rate_is_of_the_dtype_that_the_conv_has() -> None:
+    """A map of one row is left to float32 in bfloat16 (test_layouts.py)."""
+    conv = torch.nn.Conv2d(16, 32, 3, padding=1, dtype=torch.bfloat16)
+    for rows, dtype in ((9, torch.bfloat16), (1, torch.float32)):
+        x = torch.rand(1, 16, rows, 9, dtype=torch.bfloat16)
+        explanation = fusedconv.explain(FF.conv2d_relu_hardswish, x, conv.weight, conv.bias, padding=1)
+        assert explanation.product_dtype == dtype
+
+
 def test_the_floor_leaves_the_program_alone() -> None:
     """Neither fake tensors around it nor its random numbers are touched, nor in the way."""
     explanation = fusedconv.explain(fusedconv.ConvReLUHardswish(3, 8, 3), torch.rand(1, 3, 9, 9))
@@ -345,6 +354,11 @@ def test_it_takes_what_calls_one_operator() -> None:
     kind, text = failure(lambda: fusedconv.explain(lambda x: FF.relu_hardswish(FF.relu_hardswish(x)), x))
     assert kind is TypeError
     assert "calls 2" in text
+
+
+def test_allocations_are_not_told() -> None:
+    x = torch.rand(2, 1, 3, 9, 9)
+    assert fusedconv.explain(torch.vmap(fusedconv.ConvReLUHardswish(3, 8, 3)), x).pytorch == ()
 
 
 def test_its_text() -> None:

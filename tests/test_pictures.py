@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -57,6 +58,31 @@ def test_csv_files_hold_what_the_results_do(tmp_path: Path) -> None:
         print("same")
     """
     assert "same" in new_process(code, BENCH, tmp_path)
+
+
+@needs_matplotlib
+def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
+    """Sections of a GPU that were not run; training without torch.compile, with a contestant that failed."""
+    gpu, train = (
+        json.loads((RESULTS / f"{stem}-nvidia-h200.json").read_text()) for stem in ("gpu", "train")
+    )
+    del gpu["sections"]["bfloat16"], gpu["sections"]["batch-1"]
+    for workload in train["workloads"].values():
+        contestants = workload["contestants"]
+        for name in [name for name in contestants if "compile" in name]:
+            del contestants[name]
+    contestants["eager, NCHW"] = contestants["eager, channels_last"] = {"failed": "out of memory"}
+    for stem, raw in (("gpu-parts", gpu), ("train-parts", train)):
+        (tmp_path / f"{stem}.json").write_text(json.dumps(raw))
+    code = """
+        import pathlib, sys
+        sys.path.append(sys.argv[1])
+        from _pictures import draw
+        folder = pathlib.Path(sys.argv[2])
+        print(*draw(sorted(folder.glob("*.json")), folder / "pictures"))
+    """
+    said = new_process(code, BENCH, tmp_path)
+    assert said.split() == ["gpu-parts-speed", "train-parts-times", "train-parts-memory"]
 
 
 @needs_matplotlib

@@ -66,6 +66,7 @@ class ConvBackwardSchedule {
         spread_(Reduce::kStores ? 0 : slots_ * bands_ * tile_elements_),
         channels_(slots_ * channel_count_),
         norms_(slots_ * channel_count_),
+        sample_sums_(Chain::kNeedsStatistics ? slots_ * channel_count_ : 0),
         sums_(step_samples_ * strips_ * channel_count_),
         weight_sums_(wants_weight() ? step_samples_ * strips_ * gradients_.weight_elements() : 0),
         total_(channel_count_),
@@ -261,18 +262,17 @@ class ConvBackwardSchedule {
   }
 
   void set_norm_gradients(const Samples& some) const {
-    const Buffer<Sums> of_group(group_channels_);
     for (int64_t n = 0; n < some.count; ++n) {
       const int64_t strip = some.strip + n * strips_;
+      const int64_t at = (some.slot + n) * channel_count_;
+      Sums* of_sample = sample_sums_.data() + at;
+      for (int64_t c = 0; c < channel_count_; ++c) {
+        of_sample[c] = {};
+        for (int64_t s = strip; s < strip + strips_; ++s) add(sums_[s * channel_count_ + c], of_sample[c]);
+      }
       for (int64_t first = 0; first < channel_count_; first += group_channels_) {
-        for (int64_t c = 0; c < group_channels_; ++c) {
-          of_group[c] = {};
-          for (int64_t s = strip; s < strip + strips_; ++s)
-            add(sums_[s * channel_count_ + first + c], of_group[c]);
-        }
-        set_norm_gradient(problem_.arguments, of_group.data(), first, group_channels_,
-                          source_.rows * source_.cols,
-                          norms_.data() + (some.slot + n) * channel_count_ + first);
+        set_norm_gradient(problem_.arguments, of_sample + first, first, group_channels_,
+                          source_.rows * source_.cols, norms_.data() + at + first);
       }
     }
   }
@@ -402,6 +402,7 @@ class ConvBackwardSchedule {
   const Buffer<T> spread_;
   const Buffer<Channel<T>> channels_;
   const Buffer<NormGradient<T>> norms_;
+  const Buffer<Sums> sample_sums_;
   // For each strip of a step.
   const Buffer<Sums> sums_;
   const Buffer<double> weight_sums_;

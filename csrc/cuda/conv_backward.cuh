@@ -210,7 +210,9 @@ struct ChainBackward {
       const cuda::BackwardPlan plan = plan_strips(problem, card);
       if (plan.runs) return plan;
     }
-    if (reason.empty() && !BackwardRun<Chain, float>::may_pack(problem, card)) reason = "shared memory";
+    if (reason.empty() &&
+        !(BackwardRun<Chain, float>::may_pack(problem, card) && ConvGradients::may_run(problem, card)))
+      reason = "shared memory";
     if (!reason.empty()) return {false, "two-step, " + reason};
     return plan_packed(problem, card);
   }

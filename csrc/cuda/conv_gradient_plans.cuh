@@ -16,6 +16,7 @@ constexpr int kMostStripRows = 64;
 constexpr int kLeastStripRows = 4;
 constexpr int kMostTries = 64;
 
+// In int, as the kernels count.
 inline int divide_up(int a, int b) { return int(cuda::divide_up(a, b)); }
 
 // Into strips of how many rows maps are cut: as lets the blocks, each with some strips at a time, end

@@ -66,7 +66,9 @@ __global__ void __launch_bounds__(kBalanceThreads) balance_channels(Tensor weigh
 constexpr int kRowThreads = 256;
 constexpr int kRowPadding = 1;  // of a row in shared memory
 
-int pack_bytes(const PackedRows& to) { return to.channels * (to.cols + kRowPadding) * int(sizeof(float)); }
+int64_t pack_bytes(const PackedRows& to) {
+  return to.channels * (to.cols + int64_t(kRowPadding)) * int64_t(sizeof(float));
+}
 
 // A block for each row of each sample.
 template <class Mode>
@@ -213,12 +215,17 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
       return "kernel larger than 3 in half precision";  // sums of windows would be rounded in between
     if (conv.padding[d] > kMostPadding) return "padding";
   }
-  const int bytes = visit_mode(backward, [&](auto mode) {
+  return "";
+}
+
+bool ConvGradients::may_run(const BackwardProblem& problem, const Card& card) {
+  const int64_t bytes = visit_mode(*problem.conv, [&](auto mode) {
     using Mode = decltype(mode);
     const ConvShape shape = conv_shape(problem);
-    return std::max(plan_input<Mode>(shape, 1, card).shared_bytes, pack_bytes(packed_input<Mode>(shape, {})));
+    const int64_t of_input = plan_input<Mode>(shape, 1, card).shared_bytes;
+    return std::max(of_input, pack_bytes(packed_input<Mode>(shape, {})));
   });
-  return bytes + kStaticBytes > card.shared_bytes ? "shared memory" : "";
+  return bytes + kStaticBytes <= card.shared_bytes;
 }
 
 ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_samples, void* memory,
@@ -292,7 +299,7 @@ template <class Mode>
 cudaError_t ConvGradients::add_to_weight(const Tensor& input, bool is_first, cudaStream_t stream) const {
   const WeightGradientPlan& plan = weight_plan_;
   const int64_t samples = input.size[0];
-  const LaunchShape pack{dim3(unsigned(samples * input_.rows)), kRowThreads, pack_bytes(input_), false};
+  const LaunchShape pack{dim3(unsigned(samples * input_.rows)), kRowThreads, int(pack_bytes(input_)), false};
   if (const cudaError_t status = launch_kernel(pack_rows<Mode>, pack, stream, input, input_)) return status;
   const WeightGradientWork work{
       shape_, plan, grads_, input_, slots_, !is_first, int(samples * plan.strips * plan.segments)};

@@ -68,6 +68,9 @@ ConvShape conv_shape(const BackwardProblem& problem);
 
 class ConvGradients {
  public:
+  // Whether what reason_against_gradients() has nothing against fits into a block's shared memory.
+  static bool may_run(const BackwardProblem& problem, const cuda::Card& card);
+
   // Steps have so many samples at the most. The workspace is 256-aligned; null if only its bytes are wanted.
   ConvGradients(const BackwardProblem& problem, int64_t step_samples, void* workspace,
                 const cuda::Card& card);

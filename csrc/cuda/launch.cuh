@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <type_traits>
 
 #include "../core/target.h"
@@ -40,6 +42,9 @@ struct LaunchShape {
   bool is_cooperative = false;  // all blocks run at the same time, or the launch fails
   int cluster = 1;              // blocks next to each other that can reach each other's shared memory
 };
+
+// So many blocks, or fewer, which go on to what is left.
+inline unsigned some_blocks(int64_t wanted) { return unsigned(std::min<int64_t>(wanted, 1 << 16)); }
 
 template <class... Parameters>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,

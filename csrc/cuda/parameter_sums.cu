@@ -7,7 +7,6 @@ namespace {
 
 constexpr int kMeanThreads = 128;
 constexpr int kParameterThreads = 512;
-constexpr int64_t kMostBlocks = 1 << 15;
 
 // kCount sums, of the warps' shares of them, for all threads of a block.
 template <int kThreads, int kCount>
@@ -128,15 +127,14 @@ cudaError_t launch_group_means(const PartialSums& sums, int64_t samples, int64_t
                                channels,
                                double(group_channels) * double(pixels),
                                arguments.norm_weight};
-  return launch_kernel(norm_gradient_means<T>,
-                       {dim3(unsigned(std::min(groups, kMostBlocks))), kMeanThreads, 0, overlaps}, stream,
+  return launch_kernel(norm_gradient_means<T>, {some_blocks(groups), kMeanThreads, 0, overlaps}, stream,
                        of_groups, norms, means);
 }
 
 template <class T>
 cudaError_t launch_parameter_gradients(const ParameterGradients& gradients, int64_t samples, int64_t channels,
                                        cudaStream_t stream) {
-  const dim3 grid(unsigned(std::min(channels, kMostBlocks)), kGradientKinds);
+  const dim3 grid(some_blocks(channels), kGradientKinds);
   return launch_kernel(parameter_gradients<T>, {grid, kParameterThreads, 0, false}, stream, gradients,
                        samples, channels);
 }

@@ -1,6 +1,7 @@
 // Kernels for all chains: in a file of their own, so that they are compiled once.
 #include "launch.cuh"
 #include "statistics.cuh"
+#include "tensor_plan.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -50,12 +51,6 @@ __global__ void __launch_bounds__(kNormThreads)
     norms[c] = norm_of<T>(statistics[c / group_channels], 1.0, 0.0);
 }
 
-// Blocks that go on to what is left.
-dim3 some_blocks(int64_t wanted) {
-  constexpr int64_t kMostBlocks = 1 << 16;
-  return dim3(unsigned(wanted < kMostBlocks ? wanted : kMostBlocks));
-}
-
 }  // namespace
 
 template <class T, class P>
@@ -78,8 +73,7 @@ template <class T>
 cudaError_t launch_unit_norms(const GroupStatistics* statistics, int64_t samples, int64_t channels,
                               int64_t groups, Norm<T>* norms, cudaStream_t stream) {
   const int64_t count = samples * channels;
-  const int64_t blocks = (count + kNormThreads - 1) / kNormThreads;
-  const LaunchShape shape{some_blocks(blocks), kNormThreads, 0, false};
+  const LaunchShape shape{some_blocks(cuda::divide_up(count, kNormThreads)), kNormThreads, 0, false};
   return launch_kernel(unit_norms<T>, shape, stream, statistics, count, channels / groups, norms);
 }
 

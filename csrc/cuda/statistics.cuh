@@ -137,7 +137,7 @@ cudaError_t launch_unit_norms(const GroupStatistics* statistics, int64_t samples
 template <class T>
 cudaError_t load_unit_norms();
 
-// The same for parts of channels: parts is [N][C][parts_per_channel].
+// As launch_group_statistics, for parts of channels: parts is [N][C][parts_per_channel].
 template <class T>
 cudaError_t launch_statistics(const Part<T>* parts, int64_t parts_per_channel, int64_t samples,
                               int64_t channels, int64_t pixels, const Arguments& arguments,

@@ -27,7 +27,7 @@ def convolution(
     precision: str | None,
 ) -> Tensor:
     """``torch.conv2d``; ``"ieee"`` and ``"tf32"`` decide about TF32 instead of PyTorch's flag."""
-    if _fails_in_half(input, weight, stride, padding, dilation):
+    if fails_in_half(input, weight, stride, padding, dilation):
         bias = None if bias is None else bias.float()
         wide = torch.conv2d(input.float(), weight.float(), bias, stride, padding, dilation, groups)
         return wide.to(input.dtype)
@@ -44,7 +44,7 @@ def convolution(
     return output
 
 
-def _fails_in_half(
+def fails_in_half(
     input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> bool:
     """Whether oneDNN's conv of bfloat16 or float16 may crash or be wrong: with torch 2.13 and AVX-512 it reads beyond its
@@ -89,7 +89,7 @@ def convolution_backward(
     dtype = grad.dtype
     if precision == "ieee" and rounds:
         grad, input, weight = grad.double(), input.double(), weight.double()
-    elif (mask[1] and _is_half_on_cpu(input)) or _fails_in_half(input, weight, stride, padding, dilation):
+    elif (mask[1] and _is_half_on_cpu(input)) or fails_in_half(input, weight, stride, padding, dilation):
         grad, input, weight = grad.float(), input.float(), weight.float()
     gradients: Sequence[Tensor | None] = _aten.convolution_backward.default(
         grad, input, weight, [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, mask

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from . import _C
-from ._conv import GEOMETRY, TENSORS
+from ._conv import GEOMETRY, TENSORS, fails_in_half
 from ._measure import copy_rate, product_rate
 from ._register import OPERATORS, Operator
 from .chains import check_conv
@@ -154,7 +154,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_view_or_empty(func: OpOverload) -> bool:
     returns = [returned.alias_info for returned in func._schema.returns]
     is_view = any(alias is not None and not alias.is_write for alias in returns)
-    return is_view or func._schema.name.startswith("aten::empty")
+    return is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty"))
 
 
 def _explain_operator(
@@ -208,19 +208,21 @@ def _explain_kernels(
         moved_bytes=moved_bytes,
         workspace_bytes=workspace_bytes if on_cuda else None,
         device=device,
-        product_dtype=_product_dtype(args[0]) if operator.has_conv else None,
+        product_dtype=_product_dtype(args) if operator.has_conv else None,
         products=3 if is_split else 1,
     )
 
 
-def _product_dtype(input: Tensor) -> torch.dtype:
+def _product_dtype(args: Sequence[Any]) -> torch.dtype:
     """On a GPU float16 stands for all that its tensor cores multiply at that rate or a lower one: bfloat16, TF32. On most
     CPUs float32 does for float16, which they only convert."""
+    input: Tensor = args[0]
     if input.dtype == torch.float64:
         return torch.float64
     if input.is_cuda:
         return torch.float16
-    return torch.float32 if input.dtype == torch.float16 else input.dtype
+    in_float32 = input.dtype == torch.float16 or fails_in_half(*args[TENSORS][:2], *args[GEOMETRY][:3])
+    return torch.float32 if in_float32 else input.dtype
 
 
 def _operations(args: Sequence[Any]) -> int:

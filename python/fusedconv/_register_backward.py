@@ -276,7 +276,8 @@ def _recorded_pullback(function: Function, leaves: Sequence[Tensor], grad: Tenso
 
 def _result(argument: Tensor, gradient: Tensor, taken: set[int]) -> Tensor:
     """The gradient laid out as the fake operator says, in memory of its own."""
-    if gradient.stride() != argument.stride() or gradient.data_ptr() in taken:
+    like = argument if argument.is_contiguous() else torch.empty_like(argument, device="meta")
+    if gradient.stride() != like.stride() or gradient.data_ptr() in taken:
         gradient = torch.empty_like(argument).copy_(gradient)
     taken.add(gradient.data_ptr())
     return gradient
