@@ -278,7 +278,7 @@ def test_nothing_is_read_outside_the_tensors(row: Row, isa: str) -> None:
 
 
 # Of the input and the weight the sizes, groups, stride, padding, dilation.
-HALF_CONVS = {
+HALF_CONVS: dict[str, tuple[Any, ...]] = {
     "windows of padding": ((1, 3, 31, 2), (24, 3, 5, 1), 1, (1, 3), (2, 4), (1, 3)),
     "windows around a row": ((2, 3, 2, 9), (4, 3, 2, 3), 1, (1, 1), (2, 1), (3, 1)),
     "columns of one pixel": ((3, 6, 31, 7), (3, 2, 4, 5), 3, (2, 3), (3, 1), (3, 2)),
@@ -334,12 +334,13 @@ class _ConvDtypes(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_pytorch_fails_in_is_run_in_float32(dtype: torch.dtype, case: str) -> None:
     """Not every machine's oneDNN fails, so what is asked of PyTorch is looked at too."""
-    size, kernel, groups, *geometry = HALF_CONVS[case]
+    size, kernel, groups, stride, padding, dilation = HALF_CONVS[case]
+    geometry = stride, padding, dilation, groups
     x, weight = torch.randn(size).to(dtype), torch.randn(kernel).to(dtype)
     with _ConvDtypes() as forward:
-        y = convolution(x, weight, None, *geometry, groups, precision=None)
+        y = convolution(x, weight, None, *geometry, precision=None)
     with _ConvDtypes() as backward:
-        grads = convolution_backward(y, x, weight, *geometry, groups, precision=None, mask=[True, True, False])
+        grads = convolution_backward(y, x, weight, *geometry, precision=None, mask=[True, True, False])
     assert forward.seen == [dtype if case == "depthwise" else torch.float32]
     assert backward.seen == [torch.float32]
     assert [g.dtype for g in (y, *grads) if g is not None] == [dtype] * 3

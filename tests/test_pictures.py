@@ -63,9 +63,7 @@ def test_csv_files_hold_what_the_results_do(tmp_path: Path) -> None:
 @needs_matplotlib
 def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
     """Sections of a GPU that were not run; training without torch.compile, with a contestant that failed."""
-    gpu, train = (
-        json.loads((RESULTS / f"{stem}-nvidia-h200.json").read_text()) for stem in ("gpu", "train")
-    )
+    gpu, train = (json.loads((RESULTS / f"{stem}-nvidia-h200.json").read_text()) for stem in ("gpu", "train"))
     del gpu["sections"]["bfloat16"], gpu["sections"]["batch-1"]
     for workload in train["workloads"].values():
         contestants = workload["contestants"]

@@ -270,7 +270,8 @@ class WithStatistics(Inner):
         """Training meets it below autograd; but graphs that were traced there may be differentiated again."""
         tensors = [given[i] for i in self.operator.places[len(given)]]
         tangent = has_tangent(tensors)
-        if not tangent and not needs_gradient(tensors):  # the graph's backward wants the statistics of its kernels
+        if not tangent and not needs_gradient(tensors):
+            # under torch.func too: the graph's backward runs, and wants the statistics
             return below_autograd(self.op, self.cpu, keyset, given, options)
         if tangent or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
