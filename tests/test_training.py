@@ -226,6 +226,7 @@ def test_a_graph_of_training_is_differentiable(row: Row) -> None:
 def test_a_graph_with_its_backward_under_torch_func(row: Row) -> None:
     """Where a transform is not of the graph's arguments its kernels run; where it is, an error says so."""
     fused, _ = models(row, torch.float64)
+    fused.requires_grad_(False)  # or the graph's backward would be differentiated
     x = batch(0, torch.float64).requires_grad_()
 
     def gradient(x: Tensor) -> Tensor:
@@ -233,16 +234,17 @@ def test_a_graph_with_its_backward_under_torch_func(row: Row) -> None:
         return found
 
     traced = make_fx(gradient)(x)
-    right = gradient(x)
-    s = torch.tensor(2.0, dtype=torch.float64)
+    direction = batch(1, torch.float64)  # the sum of a norm's gradients would be nothing
+    right = (gradient(x) * direction).sum()
+    constant, s = x.detach(), torch.tensor(2.0, dtype=torch.float64)
 
     def scaled(s: Tensor) -> Tensor:
-        return cast(Tensor, (traced(x.detach()) * s).sum())
+        return cast(Tensor, (traced(constant) * direction * s).sum())
 
-    torch.testing.assert_close(torch.func.grad(scaled)(s), right.sum())
-    torch.testing.assert_close(torch.func.jvp(scaled, (s,), (s,))[1], 2 * right.sum())
+    torch.testing.assert_close(torch.func.grad(scaled)(s), right)
+    torch.testing.assert_close(torch.func.jvp(scaled, (s,), (s,))[1], 2 * right)
     with pytest.raises(NotImplementedError, match=rf"{row.conv}: a traced graph .* by torch\.func"):
-        torch.func.grad(lambda x: traced(x).sum())(x.detach())
+        torch.func.grad(lambda x: traced(x).sum())(constant)
 
 
 # ---- torch.compile, torch.func ----
