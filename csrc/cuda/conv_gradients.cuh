@@ -68,7 +68,7 @@ ConvShape conv_shape(const BackwardProblem& problem);
 
 class ConvGradients {
  public:
-  // Whether what reason_against_gradients() has nothing against fits into a block's shared memory.
+  // Whether the kernels fit into a block's shared memory; of what reason_against_gradients() lets through.
   static bool may_run(const BackwardProblem& problem, const cuda::Card& card);
 
   // Steps have so many samples at the most. The workspace is 256-aligned; null if only its bytes are wanted.

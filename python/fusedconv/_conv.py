@@ -81,17 +81,24 @@ def convolution_backward(
     ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flag would use TF32 against ``"ieee"``,
     it runs in float64: products of TF32 parts would be exact too, but not their sums, which the tensor cores cut off.
     ``"tf32"`` allows TF32 and does not force it. On the CPU a weight's gradient in half precision is found in float32:
-    oneDNN's reads beyond its tensors for some geometries, depthwise ones among them.
+    oneDNN's reads beyond its tensors for some geometries, depthwise ones and maps of two columns among them.
     """
+
+    def gradients(dtype: torch.dtype, mask: Sequence[bool]) -> list[Tensor | None]:
+        found: Sequence[Tensor | None] = _aten.convolution_backward.default(
+            grad.to(dtype), input.to(dtype), weight.to(dtype),
+            [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, mask,
+        )  # fmt: skip
+        return [None if gradient is None else gradient.to(grad.dtype) for gradient in found]
+
     if precision is None:
         precision = get_float32_precision()
     rounds = grad.is_cuda and grad.dtype is torch.float32 and torch.backends.cudnn.allow_tf32
-    dtype = grad.dtype
     if precision == "ieee" and rounds:
-        grad, input, weight = grad.double(), input.double(), weight.double()
-    elif (mask[1] and _is_half_on_cpu(input)) or fails_in_half(input, weight, stride, padding, dilation):
-        grad, input, weight = grad.float(), input.float(), weight.float()
-    gradients: Sequence[Tensor | None] = _aten.convolution_backward.default(
-        grad, input, weight, [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, mask
-    )
-    return [None if gradient is None else gradient.to(dtype) for gradient in gradients]
+        return gradients(torch.float64, mask)
+    if fails_in_half(input, weight, stride, padding, dilation):
+        return gradients(torch.float32, mask)
+    if mask[1] and _is_half_on_cpu(input):
+        of_input = gradients(grad.dtype, [True, False, False])[:1] if mask[0] else [None]
+        return [*of_input, *gradients(torch.float32, [False, *mask[1:]])[1:]]
+    return gradients(grad.dtype, mask)
