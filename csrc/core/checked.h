@@ -23,6 +23,7 @@ class Checked {
   // In a narrower type.
   template <class To>
   FUSEDCONV_HOST_INLINE To to() const {
+    static_assert(sizeof(To) < sizeof(int64_t));
     if (value_ < int64_t(std::numeric_limits<To>::min()) || value_ > int64_t(std::numeric_limits<To>::max()))
       fail("%lld in %lld bytes", value_, sizeof(To));
     return To(value_);
