@@ -484,6 +484,11 @@ FAR_OUTSIDE: tuple[tuple[int, int, dict[str, int]], ...] = (
 )
 
 
+def by_cudnn(row: Row, call: Call) -> Tensor:
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        return row.plain_conv(call.x, call.weight, call.bias, call.own, **call.geometry)
+
+
 def peak_bytes(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
     """What a call gives, and the most memory that it took."""
     torch.cuda.synchronize()
@@ -498,9 +503,7 @@ def test_memory_follows_from_input_and_output(run: Runner, row: Row) -> None:
     for size, kernel, far in FAR_OUTSIDE:
         case = Case(2, (3, 8), (size, size), (kernel, kernel), groups=2, pool=(1, 1))
         call = replace(draw(row, case, IEEE.dtype), geometry={name: (s, s) for name, s in far.items()})
-        tensors = (call.x, call.weight, call.bias, call.own)
-        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            eager, most = peak_bytes(partial(row.plain_conv, *tensors, **call.geometry))
+        eager, most = peak_bytes(partial(by_cudnn, row, call))
         y, taken = peak_bytes(partial(run, row, call, IEEE, path="two-step"))
         assert taken <= 2 * most + 2**24, f"{far}: {taken} bytes, eager {most}"
         assert_close(y, in_double(row, call), eager, IEEE.bound, f"{row.conv} {far}")

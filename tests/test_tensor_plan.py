@@ -23,14 +23,18 @@ pytestmark = [
 ]
 
 
-def run(folder: Path, *sources: Path, calls: int) -> str:
+def run(folder: Path, *sources: Path, calls: int = 0) -> str:
     """Compiles a program, has it plan random calls, and gives what it prints."""
     program = folder / "plan"
     options = ["-std=c++17", "-O1", "-g1", *CHECKS, "-DFUSEDCONV_HAS_SM90A"]
     subprocess.run([str(COMPILER), *options, "-o", program, *sources], check=True)
-    found = subprocess.run([program, str(calls)], capture_output=True, text=True, timeout=300)
+    found = subprocess.run([program, str(calls)], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
+
+
+def test_arithmetic_on_sizes(tmp_path: Path) -> None:
+    run(tmp_path, HERE / "checked.cpp")
 
 
 def test_plans_of_tensors(tmp_path: Path) -> None:
