@@ -276,6 +276,7 @@ std::map<std::string, std::string> build_info() {
 
 // All that is shared is read-only or has a lock: a free-threaded Python need not turn its GIL on for us.
 PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
+  check_cuda_source();  // a wrong name is an ImportError, not one of some later call
   module.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
   module.attr("FLOAT64") = static_cast<int>(DType::kFloat64);
   module.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU, CORE, PYTHON = "csrc/cpu/", "csrc/core/", "python/fusedconv/"
+CPU, CORE, CUDA, PYTHON = "csrc/cpu/", "csrc/core/", "csrc/cuda/", "python/fusedconv/"
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,15 @@ MUTATIONS = (
     Mutation("bounds", "the input is read past its end", CPU + "conv_source.cpp",
              "return has_packed_layout && end <= vertical_.size * this->pitch;", "return has_packed_layout;",
              "tests/test_layouts.py -k outside"),
+    Mutation("sizes", "products of sizes wrap", CORE + "checked.h",
+             "if (__builtin_mul_overflow(a.value_, b.value_, &product)) fail", "if (__builtin_mul_overflow(a.value_, b.value_, &product) && false) fail",
+             "tests/test_tensor_plan.py -k arithmetic"),
+    Mutation("sizes", "more tiles of a sample than an int counts", CUDA + "conv_plan.cpp",
+             "return parts <= most && ", "return ", "tests/test_tensor_plan.py -k convs"),
+    Mutation("sizes", "memory follows from the padding where our conv is asked for", CUDA + "conv_plan.cpp",
+             "!(was_asked && packed <= kLittle)", "!was_asked", "tests/test_tensor_plan.py -k convs"),
+    Mutation("sizes", "a plan looks at as many groups as there are", CUDA + "tensor_plan.h",
+             "groups <= std::min(shape.groups, most / of_group)", "groups <= shape.groups", "tests/test_tensor_plan.py -k tensors"),
     Mutation("packaging", "links OpenMP", "CMakeLists.txt",
              "Threads::Threads ${CMAKE_DL_LIBS})", "Threads::Threads ${CMAKE_DL_LIBS} -Wl,--no-as-needed -l:libgomp.so.1)",
              "tests/test_packaging.py -k dependencies"),

@@ -63,7 +63,7 @@ class Checked {
     char computed[64];
     std::snprintf(computed, sizeof(computed), format, static_cast<long long>(a), static_cast<long long>(b));
     char message[128];
-    std::snprintf(message, sizeof(message), "fusedconv: a size is too large: %s", computed);
+    std::snprintf(message, sizeof(message), "a size is too large: %s", computed);
     throw std::overflow_error(message);
   }
 
