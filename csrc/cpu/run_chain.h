@@ -7,6 +7,7 @@
 #include "conv_backward.h"
 #include "conv_source.h"
 #include "kernels.h"
+#include "pixel_schedule.h"
 #include "schedule.h"
 #include "tensor_source.h"
 
@@ -21,6 +22,7 @@ FUSEDCONV_INLINE bool has_joined_rows(const Tensor& tensor) {
 FUSEDCONV_INLINE void join_rows(Tensor& tensor) {
   tensor.size[3] *= tensor.size[2];
   tensor.size[2] = 1;
+  tensor.stride[2] = tensor.size[3] * tensor.stride[3];
 }
 
 FUSEDCONV_INLINE bool is_channels_last(const Tensor& tensor) {
@@ -59,6 +61,11 @@ template <class Chain, class T>
 void run_chain_in(const Problem& problem, int threads) {
   if (problem.conv == nullptr) {
     const Problem given = with_long_rows<Chain>(problem);
+    if constexpr (Chain::Reduce::kStores) {
+      const bool has_channels = given.input.size[1] > 1;
+      if (has_channels && has_channels_side_by_side(given.input) && has_channels_side_by_side(given.output))
+        return PixelSchedule<Chain, T>(given, threads).run();
+    }
     TensorSource<T> source(given.input);
     Schedule<Chain, T>(source, given, threads).run();
   } else {
