@@ -332,9 +332,8 @@ class _Gradient(torch.autograd.Function):
         *tensors, statistics = ctx.saved_tensors
         for i, tensor in zip(operator.tensors, tensors, strict=False):
             args[i] = tensor
-        if (
-            statistics is not None and is_traced_above_autograd()
-        ):  # where they would be constants of the graph
+        # a tracer above autograd did not see them: they would be constants of its graph
+        if statistics is not None and is_traced_above_autograd():
             _, statistics = operator.with_statistics.op(*args, precision=ctx.precision)
         mask = [*needed, *[False] * (len(operator.tensors) - len(needed))]
         found = as_tuple(operator.backward.op(grad, *args, statistics, mask, precision=ctx.precision))
