@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -286,6 +286,10 @@ def sum_with_x(f: Function) -> Transformed:
     return lambda x, t: jvp(lambda u: u.sum() + f(u), (x,), (t,))[1]
 
 
+def square_sum(f: Function) -> Function:
+    return lambda x: f(x).square().sum()
+
+
 def in_a_level_of_its_own(f: Function) -> Transformed:
     def call(x: Tensor, t: Tensor) -> Any:
         with forward_ad.dual_level():
@@ -298,9 +302,7 @@ TRANSFORMS: dict[str, Callable[[Function], Transformed]] = {
     "jvp": sum_with_x,
     "dual_level": in_a_level_of_its_own,
     "jvp of jvp": lambda f: lambda x, t: jvp(lambda u: jvp(f, (u,), (t,))[1], (x,), (t,))[1],
-    "jvp of grad": lambda f: (
-        lambda x, t: jvp(grad(lambda u: cast(Tensor, f(u).square().sum())), (x,), (t,))[1]
-    ),
+    "jvp of grad": lambda f: lambda x, t: jvp(grad(square_sum(f)), (x,), (t,))[1],
     "grad of jvp": lambda f: lambda x, t: grad(lambda u: jvp(f, (u,), (t,))[1].square().sum())(x),
     "vmap of jvp": lambda f: lambda x, t: vmap(lambda d: jvp(f, (x,), (d,))[1])(torch.stack([t, -t])),
     "jvp of vmap": lambda f: lambda x, t: jvp(lambda u: vmap(f)(torch.stack([u, -u])), (x,), (t,))[1],

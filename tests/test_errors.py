@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import fusedconv.functional
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, modules, randn
@@ -186,7 +187,10 @@ def test_row_17_nested_tensors(row: Row, layout: torch.layout) -> None:
                 parts = [call[argument], call[argument]]
                 call[argument] = torch.nested.nested_tensor(parts, layout=layout, requires_grad=wants)
                 expected = RuntimeError, f"{argument} must be a dense tensor, but is nested"
-                assert failure(partial(getattr(torch.ops.fusedconv, name), **call)) == expected
+                op = partial(getattr(torch.ops.fusedconv, name), **call)
+                assert failure(op) == expected
+                with forward_ad.dual_level():
+                    assert failure(op) == expected
 
 
 @pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)

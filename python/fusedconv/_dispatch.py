@@ -116,10 +116,18 @@ def has_tangent(tensors: Sequence[Tensor | None]) -> bool:
     active = torch._C._are_functorch_transforms_active()
     if not (level or active or _graphs_open_levels):
         return False
-    if not any(t is not None and torch._VF._unpack_dual(t, level=0).tangent is not None for t in tensors):
+    if not any(map(_is_dual, tensors)):
         return False
     _graphs_open_levels |= level and not active and torch._C._get_dispatch_mode(_FAKE) is not None
     return True
+
+
+def _is_dual(tensor: Tensor | None) -> bool:
+    if (
+        tensor is None or tensor.layout is not torch.strided or tensor.is_nested
+    ):  # refused later, or not to be asked
+        return False
+    return torch._VF._unpack_dual(tensor, level=0).tangent is not None
 
 
 def recorder(function: type[torch.autograd.Function]) -> Any:
