@@ -123,10 +123,8 @@ def has_tangent(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _is_dual(tensor: Tensor | None) -> bool:
-    if (
-        tensor is None or tensor.layout is not torch.strided or tensor.is_nested
-    ):  # refused later, or not to be asked
-        return False
+    if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
+        return False  # none, or one that the checks will refuse
     return torch._VF._unpack_dual(tensor, level=0).tangent is not None
 
 
