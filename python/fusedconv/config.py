@@ -13,6 +13,7 @@ import torch
 from . import _C
 
 _precision = "default"
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -67,12 +68,13 @@ def get_float32_precision() -> str:
 
 
 def is_traced() -> bool:
-    """Whether a tracer stands below autograd, or above it (pre-dispatch), and records the operators that it meets."""
-    proxy = torch._C._TorchDispatchModeKey.PROXY
-    return (
-        torch._C._get_dispatch_mode(proxy) is not None
-        or torch._ops._get_dispatch_mode_pre_dispatch(proxy) is not None  # type: ignore[no-untyped-call]
-    )
+    """Whether a tracer stands below autograd, or above it, and records the operators that it meets."""
+    return torch._C._get_dispatch_mode(_PROXY) is not None or is_traced_above_autograd()
+
+
+def is_traced_above_autograd() -> bool:
+    """Whether the tracer is one "pre-dispatch"."""
+    return torch._ops._get_dispatch_mode_pre_dispatch(_PROXY) is not None  # type: ignore[no-untyped-call]
 
 
 def precision_to_record() -> str | None:
