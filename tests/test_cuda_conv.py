@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from cuda_conv import (
     poisoned,
 )
 from fusedconv import _C
+from fusedconv._conv import convolution, convolution_backward
 from helpers import BOUNDS, assert_close, new_process, on, profile, same_bits
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("source")]
@@ -425,6 +427,47 @@ def test_two_steps_serve_the_rest(run: Runner, row: Row, dtype: torch.dtype, mor
             exact = call.map(torch.Tensor.double)
             reference = row.plain_conv(exact.x, exact.weight, exact.bias, exact.own, **call.geometry, **more)
         assert_close(y, reference, eager, mode.bound, f"{row.conv} {dtype} {more}")
+
+
+@pytest.fixture
+def flags_of_old() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+    if SET_PRECISION is not None:
+        for key in (("generic", "all"), ("cuda", "all"), ("cuda", "matmul")):
+            SET_PRECISION(*key, "none")
+        for op in ("conv", "rnn"):
+            SET_PRECISION("cuda", op, "tf32")
+
+
+SET_PRECISION: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
+
+
+@pytest.mark.skipif(SET_PRECISION is None, reason="torch 2.9 brought these switches")
+@pytest.mark.parametrize("with_cudnn", [True, False])
+@pytest.mark.parametrize(
+    "switch", [("cuda", "conv"), ("cuda", "matmul"), ("cuda", "all"), ("generic", "all")]
+)
+def test_no_switch_of_pytorch_reaches_an_exact_conv(
+    switch: tuple[str, str], with_cudnn: bool, flags_of_old: None
+) -> None:
+    """Forward and backward, also where the switches of old cannot be read any more."""
+    SET_PRECISION("cuda", "conv", "none")
+    SET_PRECISION(*switch, "tf32")
+    x, weight = torch.randn(4, 64, 33, 33, device="cuda"), torch.randn(64, 32, 3, 3, device="cuda")
+    geometry = [1, 1], [1, 1], [1, 1], 2
+    torch.backends.cudnn.enabled = with_cudnn
+    try:
+        y = convolution(x, weight, None, *geometry, precision="ieee")
+        grads = convolution_backward(y, x, weight, *geometry, precision="ieee", mask=[True, True, False])
+    finally:
+        torch.backends.cudnn.enabled = True
+    exact_x, exact_weight = (t.double().requires_grad_() for t in (x, weight))
+    expected = torch.conv2d(exact_x, exact_weight, None, *geometry)
+    right = torch.autograd.grad(expected, [exact_x, exact_weight], y.double())
+    for ours, theirs in zip((y, *grads[:2]), (expected, *right), strict=True):
+        assert ours is not None
+        assert (ours.double() - theirs).norm() <= 3e-6 * theirs.norm()
 
 
 # ---- the same bits -------------------------------------------------------------------------------
