@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from cuda_conv import (
     poisoned,
 )
 from fusedconv import _C
+from fusedconv._conv import convolution, convolution_backward
 from helpers import BOUNDS, assert_close, new_process, on, profile, same_bits
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("source")]
@@ -499,12 +500,12 @@ def peak_bytes(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
 
 @conv_rows
 def test_memory_follows_from_input_and_output(run: Runner, row: Row) -> None:
-    """And not from the padding: there PyTorch's conv runs, and takes what it takes."""
+    """And not from the padding: where that would be much, PyTorch's conv runs, and takes what it takes."""
     for size, kernel, far in FAR_OUTSIDE:
         case = Case(2, (3, 8), (size, size), (kernel, kernel), groups=2, pool=(1, 1))
         call = replace(draw(row, case, IEEE.dtype), geometry={name: (s, s) for name, s in far.items()})
         eager, most = peak_bytes(partial(by_cudnn, row, call))
-        y, taken = peak_bytes(partial(run, row, call, IEEE, path="two-step"))
+        y, taken = peak_bytes(partial(run, row, call, IEEE, path=""))
         assert taken <= 2 * most + 2**24, f"{far}: {taken} bytes, eager {most}"
         assert_close(y, in_double(row, call), eager, IEEE.bound, f"{row.conv} {far}")
 
@@ -549,6 +550,47 @@ def test_tensors_beyond_any_memory() -> None:
     for size in ((2**20, 2**10, 2**10, 2**10), (2**20, 2**20, 2**10, 2**12), (2, 2**31 - 1, 2**16, 2**14)):
         with pytest.raises(RuntimeError, match=r"Tried to allocate|too large"):
             torch.ops.fusedconv.group_norm_tanh_hardswish_logsumexp(one.expand(size), 1)
+
+
+@pytest.fixture
+def flags_of_old() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+    if SET_PRECISION is not None:
+        for key in (("generic", "all"), ("cuda", "all"), ("cuda", "matmul")):
+            SET_PRECISION(*key, "none")
+        for op in ("conv", "rnn"):
+            SET_PRECISION("cuda", op, "tf32")
+
+
+SET_PRECISION: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
+
+
+@pytest.mark.skipif(SET_PRECISION is None, reason="torch 2.9 brought these switches")
+@pytest.mark.parametrize("with_cudnn", [True, False])
+@pytest.mark.parametrize(
+    "switch", [("cuda", "conv"), ("cuda", "matmul"), ("cuda", "all"), ("generic", "all")]
+)
+def test_no_switch_of_pytorch_reaches_an_exact_conv(
+    switch: tuple[str, str], with_cudnn: bool, flags_of_old: None
+) -> None:
+    """Forward and backward, also where the switches of old cannot be read any more."""
+    SET_PRECISION("cuda", "conv", "none")
+    SET_PRECISION(*switch, "tf32")
+    x, weight = torch.randn(4, 64, 33, 33, device="cuda"), torch.randn(64, 32, 3, 3, device="cuda")
+    geometry = [1, 1], [1, 1], [1, 1], 2
+    torch.backends.cudnn.enabled = with_cudnn
+    try:
+        y = convolution(x, weight, None, *geometry, precision="ieee")
+        grads = convolution_backward(y, x, weight, *geometry, precision="ieee", mask=[True, True, False])
+    finally:
+        torch.backends.cudnn.enabled = True
+    exact_x, exact_weight = (t.double().requires_grad_() for t in (x, weight))
+    expected = torch.conv2d(exact_x, exact_weight, None, *geometry)
+    right = torch.autograd.grad(expected, [exact_x, exact_weight], y.double())
+    for ours, theirs in zip((y, *grads[:2]), (expected, *right), strict=True):
+        assert ours is not None
+        assert (ours.double() - theirs).norm() <= 3e-6 * theirs.norm()
 
 
 # ---- the same bits -------------------------------------------------------------------------------
