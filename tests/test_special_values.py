@@ -113,6 +113,8 @@ def test_every_half_value_is_converted_exactly(
         widened, narrowed = converted(every, torch.float32), converted(wide, half)
     assert torch.equal(bits(widened), bits(wide))
     assert torch.equal(bits(narrowed), bits(every))
+    all_ones = torch.full((1, 8, 3, 5), -1, dtype=torch.int32).view(torch.float32)
+    assert converted(all_ones, half).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -33,8 +33,7 @@ template <>
 struct Narrow<BFloat16, float> {
   static FUSEDCONV_INLINE BFloat16 from(float x) {
     const uint32_t bits = bit_cast<uint32_t>(x);
-    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    return {uint16_t((x != x ? 0x7fc00000u : rounded) >> 16)};
+    return {uint16_t((x != x ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
   }
 };
 
