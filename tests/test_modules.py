@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -302,6 +303,17 @@ def instance_forward(m: Any) -> None:
     m.conv.forward = lambda x: plain(x) * 2
 
 
+def compiled_conv(m: Any) -> None:
+    """As ``m.conv.compile()`` with a backend that changes something."""
+    plain = m.conv.forward
+    m.conv._compiled_call_impl = lambda x: plain(x).sin()
+
+
+def instance_call_impl(m: Any) -> None:
+    plain = m.conv._call_impl
+    m.conv._call_impl = lambda x: plain(x).sin()
+
+
 def replaced_weight(m: Any) -> None:
     m.conv.weight = nn.Parameter(m.conv.weight.detach() * 2)
 
@@ -338,8 +350,8 @@ def no_bias_any_more(m: Any) -> None:
 CHANGES = (
     lora, subclass, sequential, pruned, pruned_permanently, old_spectral_norm, new_spectral_norm, weight_norm,
     parametrized, parametrized_bias, forward_hook, forward_pre_hook, backward_hook, backward_pre_hook,
-    instance_forward, replaced_weight, weight_is_a_plain_tensor, bias_is_a_plain_tensor, changed_geometry,
-    padding_becomes_same, padding_becomes_valid, no_bias_any_more,
+    instance_forward, compiled_conv, instance_call_impl, replaced_weight, weight_is_a_plain_tensor,
+    bias_is_a_plain_tensor, changed_geometry, padding_becomes_same, padding_becomes_valid, no_bias_any_more,
 )  # fmt: skip
 
 
@@ -351,6 +363,147 @@ def test_row_30_what_was_done_to_the_conv(row: Row, change: Callable[[nn.Module]
     change(plain)
     for mode in (True, False):  # the old spectral norm moves its vectors in training only
         agree(fused.train(mode), plain.train(mode))
+
+
+PARTS = (nn.Conv2d, nn.GroupNorm)
+
+
+def bent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A patch: the sine, which no norm takes back, of what a conv or a norm gives."""
+
+    @functools.wraps(function)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        is_other = isinstance(args[0], nn.Module) and not isinstance(args[0], PARTS)
+        return result if is_other else result.sin()
+
+    return patched
+
+
+def bent_weight(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A patch of attribute access."""
+
+    @functools.wraps(function)
+    def patched(self: nn.Module, name: str) -> Any:
+        result = function(self, name)
+        return result.sin() if name == "weight" and isinstance(self, PARTS) else result
+
+    return patched
+
+
+def bent_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def patched(self: nn.Module, name: str) -> Any:
+        result = function(self, name)
+        is_part = name == "forward" and isinstance(self, PARTS)
+        return (lambda x: result(x).sin()) if is_part else result
+
+    return patched
+
+
+PATCHES: list[tuple[Any, str, Callable[..., Any]]] = [
+    *[(nn.Conv2d, name, bent) for name in ("forward", "_conv_forward", "__call__", "_call_impl")],
+    *[(nn.GroupNorm, name, bent) for name in ("forward", "__call__", "_call_impl")],
+    *[(nn.Module, name, bent) for name in ("__call__", "_call_impl")],
+    *[(F, name, bent) for name in ("conv2d", "group_norm")],
+    (torch, "group_norm", bent),
+    (nn.Module, "__getattr__", bent_weight),
+    (nn.Conv2d, "__getattr__", bent_weight),
+    (nn.GroupNorm, "__getattribute__", bent_forward),
+    (nn.Module, "__getattribute__", bent_forward),
+]
+
+
+def patch_part(
+    monkeypatch: pytest.MonkeyPatch, row: Row, owner: Any, name: str, patch: Callable[..., Any]
+) -> tuple[nn.Module, nn.Module]:
+    """The models of a row, whose parts the patch concerns."""
+    if not row.has_norm and (owner is nn.GroupNorm or name == "group_norm"):
+        pytest.skip("the model has no norm")
+    fused, plain = modules(row)
+    before = plain(module_input())
+    monkeypatch.setattr(owner, name, patch(getattr(owner, name)))
+    assert not torch.allclose(plain(module_input()), before, atol=0.1), "the patch changes nothing"
+    return fused, plain
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "patch"), PATCHES, ids=[f"{owner.__name__}.{name}" for owner, name, _ in PATCHES]
+)
+@rows
+def test_row_30_what_was_done_to_the_classes(
+    row: Row, owner: Any, name: str, patch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Extensions patch the class of the conv, or what it calls; gone, the operator with the conv is back."""
+    fused, plain = patch_part(monkeypatch, row, owner, name, patch)
+    agree(fused, plain)
+    monkeypatch.undo()
+    assert cast(Any, fused)._operator == row.conv
+    agree(fused, plain)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (nn.Conv2d, "forward"),
+        (nn.Module, "_call_impl"),
+        (F, "conv2d"),
+        (nn.GroupNorm, "forward"),
+        (F, "group_norm"),
+    ],
+)
+def test_row_30_a_patched_class_is_compiled_and_exported(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the plain model is."""
+    row = next(row for row in CONV_ROWS if row.chain == "group_norm_silu")
+    models = patch_part(monkeypatch, row, owner, name, bent)
+    x = module_input()
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        *[torch.compile(model, backend="eager", fullgraph=True)(x) for model in models], rtol=2e-5, atol=2e-5
+    )
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        *[torch.export.export(model, (x,), strict=False).module()(x) for model in models],
+        rtol=2e-5,
+        atol=2e-5,
+    )
+
+
+PATCHED_BEFORE = """
+import functools
+import torch
+from torch import nn
+
+original = {}
+for kind, name in ((nn.Conv2d, "forward"), (nn.GroupNorm, "forward"), (nn.functional, "conv2d")):
+    def patch(function):
+        @functools.wraps(function)
+        def patched(*args, **kwargs):
+            return function(*args, **kwargs).sin()
+        return patched
+    original[kind, name] = getattr(kind, name)
+    setattr(kind, name, patch(getattr(kind, name)))
+
+from chains_table import CONV_ROWS, module_input, modules
+
+for row in CONV_ROWS:
+    fused, plain = modules(row)
+    assert fused._operator != row.conv
+    torch.testing.assert_close(fused(module_input()), plain(module_input()), rtol=2e-5, atol=2e-5)
+for (kind, name), function in original.items():
+    setattr(kind, name, function)
+for row in CONV_ROWS:
+    fused, plain = modules(row)
+    assert fused._operator == row.conv
+    torch.testing.assert_close(fused(module_input()), plain(module_input()), rtol=2e-5, atol=2e-5)
+print("right")
+"""
+
+
+def test_row_30_a_class_that_was_patched_before_the_import() -> None:
+    assert "right" in new_process(PATCHED_BEFORE)
 
 
 def norm_hook(m: Any) -> None:

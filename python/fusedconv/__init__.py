@@ -4,7 +4,6 @@ from importlib.metadata import version
 
 from . import functional
 from ._explain import Explanation, explain
-from ._sharding import register_when_imported
 from .config import float32_precision, get_float32_precision, set_float32_precision, show_config
 from .nn import (
     ConvBiasScaleSigmoidGroupNorm,
@@ -15,8 +14,6 @@ from .nn import (
 )
 
 __version__ = version("fusedconv")
-
-register_when_imported()
 
 __all__ = [
     "ConvBiasScaleSigmoidGroupNorm",

@@ -23,6 +23,8 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
+from ._sharding import register_if_imported
+
 LIBRARY: Any = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
 
 # The output's memory format follows the input's strides: a compiler must not change them behind our back.
@@ -63,8 +65,13 @@ def implement(name: str, rules: Rules) -> None:
     LIBRARY.impl(name, rules.autograd, "Autograd", with_keyset=True)
     LIBRARY.impl(name, rules.cpu, "CPU")
     LIBRARY.impl(name, rules.cuda, "CUDA")
-    torch.library.register_fake(f"fusedconv::{name}", rules.fake, lib=LIBRARY)
+    torch.library.register_fake(f"fusedconv::{name}", partial(_fake, rules.fake), lib=LIBRARY)
     LIBRARY.impl(name, rules.plain, "CompositeExplicitAutograd")
+
+
+def _fake(rule: Function, *args: Any, **options: Any) -> Any:
+    register_if_imported()
+    return rule(*args, **options)
 
 
 def remember(prepared: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], run: Function) -> None:

@@ -90,8 +90,8 @@ class Explanation:
 
 
 _WHY = {
-    "conv": "conv is replaced, hooked, parametrised or sharded, or pads as no operator does",
-    "group_norm": "group_norm is replaced, hooked, parametrised or sharded",
+    "conv": "conv is replaced, patched, hooked, parametrised or sharded, or pads as no operator does",
+    "group_norm": "group_norm is replaced, patched, hooked, parametrised or sharded",
 }
 
 

@@ -3,8 +3,8 @@
 Each holds the same submodules and parameters, under the same names and created in the same order, as the plain
 PyTorch model: its checkpoints load with ``strict=True``, and the same seed gives the same weights. Each looks at
 its parts in every call: where a part is not a stock ``nn.Conv2d`` or ``nn.GroupNorm`` (LoRA, pruning, hooks,
-parametrisations, ``fully_shard``, an overridden forward), that part is called, and the rest stays fused as far
-as it can be.
+parametrisations, ``fully_shard``, an overridden forward, a patched class), that part is called, and the rest stays
+fused as far as it can be.
 
 Input and parameters are float32, float64, bfloat16 or float16; the conv's parameters share the input's dtype, the
 others have that or float32. A call raises what :mod:`fusedconv.functional` raises, a constructor what ``nn.Conv2d``
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import torch
 import torch.nn.functional as F
-import torch.nn.modules.module as _every_module
 from torch import Tensor, nn
 
+from ._stock import is_stock_conv, is_stock_norm
 from .chains import as_pair
 from .config import precision_to_record
 
@@ -107,38 +107,6 @@ def _precision() -> str | None:
         return precision_to_record()
 
 
-def _is_ordinary(tensor: Any) -> bool:
-    """Whether the tensor's type leaves it to PyTorch what a conv or a norm does with it. A quantised one may not."""
-    kind = type(tensor)
-    return (
-        kind is nn.Parameter
-        or not isinstance(tensor, Tensor)
-        or kind is Tensor
-        or kind.__torch_function__ is torch._C._disabled_torch_function_impl
-    )
-
-
-def _is_stock(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of ``module`` does what ``kind`` does and nothing more."""
-    parameters = module._parameters
-    return type(module) is kind and not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or "_conv_forward" in module.__dict__
-        or _every_module._global_forward_hooks
-        or _every_module._global_forward_pre_hooks
-        or _every_module._global_backward_hooks
-        or _every_module._global_backward_pre_hooks
-        or "weight" not in parameters
-        or not _is_ordinary(parameters["weight"])
-        or "bias" not in parameters
-        or not _is_ordinary(parameters["bias"])
-    )
-
-
 _Geometry = tuple[()] | tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
 
@@ -173,7 +141,7 @@ class _ConvChain(nn.Module):
     def _geometry(self) -> _Geometry | None:
         """The conv's last arguments, in numbers; None if no operator would do what the conv does."""
         conv = cast(nn.Conv2d, self._modules["conv"])  # self.conv would take ten times as long
-        if not _is_stock(conv, nn.Conv2d) or conv.padding_mode != "zeros":
+        if not is_stock_conv(conv) or conv.padding_mode != "zeros":
             return None
         stride, dilation = as_pair(conv.stride), as_pair(conv.dilation)
         if not isinstance(conv.padding, str):
@@ -228,7 +196,7 @@ class _ConvNormChain(_ConvChain):
 
     @property
     def _stock_norm(self) -> bool:
-        return _is_stock(cast(nn.GroupNorm, self._modules["group_norm"]), nn.GroupNorm)
+        return is_stock_norm(cast(nn.Module, self._modules["group_norm"]))
 
     def _norm_arguments(self) -> tuple[int, Tensor | None, Tensor | None, float]:
         """What a stock norm is to an operator."""
