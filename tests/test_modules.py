@@ -386,7 +386,7 @@ def bent_weight(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def patched(self: nn.Module, name: str) -> Any:
         result = function(self, name)
-        return result.sin() if name == "weight" and isinstance(self, PARTS) else result
+        return (8 * result).sin() if name == "weight" and isinstance(self, PARTS) else result
 
     return patched
 
