@@ -254,6 +254,8 @@ MUTATIONS = (
     Mutation("packaging", "an import changes a setting of torch", PYTHON + "config.py",
              '_precision = "default"\n', '_precision = "default"\ntorch.set_num_threads(1)\n',
              "tests/test_packaging.py -k import_does_not"),
+    Mutation("packaging", "what an interrupted import registered stays", PYTHON + "_dispatch.py",
+             "        LIBRARY._destroy()\n", "        return\n", "tests/test_packaging.py -k interrupted"),
     Mutation("isa", "the cap is ignored", CPU + "dispatch.cpp",
              "if (level.name == cap) return level;", "if (level.name == cap) return levels().back();", "tests/test_isa.py -k level_is_right"),
     Mutation("isa", "an unknown level runs the best one in silence", CPU + "dispatch.cpp",
@@ -269,7 +271,8 @@ MUTATIONS = (
     Mutation("DTensor", "DTensor takes a device's share of a gradient for the whole", PYTHON + "_sharding.py",
              "(Shard(0), Partial())", "(Shard(0), Replicate())", "tests/test_distributed.py -k dtensor"),
     Mutation("DTensor", "no rules where DTensor is imported later", PYTHON + "_sharding.py",
-             "sys.meta_path.insert(0, _AfterImport())", "pass", "tests/test_distributed.py -k imports"),
+             "_is_registered = False", '_is_registered = "torch.distributed.tensor" not in sys.modules',
+             "tests/test_distributed.py -k imports"),
     Mutation("DTensor", "DTensor's wrong second gradients are given", PYTHON + "_register_backward.py",
              "if any(map(_is_dtensor, tensors)):", "if False:", "tests/test_distributed.py -k other_calls"),
 )  # fmt: skip

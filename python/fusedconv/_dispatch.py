@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from ._sharding import register_if_imported
 
-LIBRARY: Any = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY: Any = None
 
 # The output's memory format follows the input's strides: a compiler must not change them behind our back.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -51,6 +51,14 @@ class Rules(Protocol):
     def cuda(self, *args: Any, **options: Any) -> Any: ...
     def fake(self, *args: Any, **options: Any) -> Any: ...
     def plain(self, *args: Any, **options: Any) -> Any: ...
+
+
+def open_library() -> None:
+    """For all operators together: what an import that was interrupted had registered goes."""
+    global LIBRARY
+    if LIBRARY is not None:
+        LIBRARY._destroy()
+    LIBRARY = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
 
 
 def define(schema: str) -> Any:
