@@ -257,7 +257,7 @@ MUTATIONS = (
     Mutation("packaging", "what an interrupted import registered stays", PYTHON + "_dispatch.py",
              "        LIBRARY._destroy()\n", "        return\n", "tests/test_packaging.py -k interrupted"),
     Mutation("isa", "the cap is ignored", CPU + "dispatch.cpp",
-             "if (level.name == cap) return level;", "if (level.name == cap) return levels().back();", "tests/test_isa.py -k level_is_right"),
+             "if (level.name == name) return level;", "if (level.name == name) return levels().back();", "tests/test_isa.py -k level_is_right"),
     Mutation("isa", "an unknown level runs the best one in silence", CPU + "dispatch.cpp",
              "throw std::invalid_argument(std::string(kCapVariable) +",
              "if (!levels().empty()) return levels().back();\n  throw std::invalid_argument(std::string(kCapVariable) +",

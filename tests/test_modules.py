@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 import warnings
@@ -84,6 +85,8 @@ def test_row_30_same_seed_same_weights_and_checkpoints_load(row: Row) -> None:
 def test_positional_arguments_of_kernelbench(row: Row) -> None:
     """The constructors take KernelBench's arguments by position."""
     own = module_arguments(row, 8)
+    if row.chain == "group_norm_silu":  # no problem of KernelBench, and takes eps by its name only
+        del own["eps"]
     keywords = fused_keywords(row, 8, own)
     order = (
         "num_groups",
@@ -131,6 +134,37 @@ def test_bad_keywords(row: Row) -> None:
     failure(lambda: modules(row, padding="same", stride=2))
     if row.has_norm:
         assert "group" in failure(lambda: modules(row, groups=5))[1]
+
+
+@rows
+def test_a_signature_shows_every_keyword(row: Row) -> None:
+    """And so ``skip_init`` serves, and an error tells what there is."""
+    kind, own = getattr(fusedconv, cast(str, row.module)), fused_keywords(row, 8, module_arguments(row, 8))
+    shown = inspect.signature(kind).parameters
+    assert shown.keys() >= {*own, *fusedconv.nn.ConvOptions.__annotations__}
+    assert [p.kind for p in shown.values()][-8:] == [inspect.Parameter.KEYWORD_ONLY] * 8
+    defaults = inspect.signature(nn.Conv2d).parameters
+    for name in fusedconv.nn.ConvOptions.__annotations__:
+        assert shown[name].default == defaults[name.removeprefix("conv_")].default, name
+    skipped = nn.utils.skip_init(kind, 3, 8, 3, **own, padding=1)
+    fused = modules(row, padding=1)[0]
+    skipped.load_state_dict(fused.state_dict(), strict=True)
+    assert torch.equal(skipped(module_input()), fused(module_input()))
+
+    positional = [name for name, p in shown.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    for wrong in (
+        lambda: kind(3, 8, 3, **own, sride=2),
+        lambda: kind(3),
+        lambda: kind(*range(1, len(positional) + 2)),
+        lambda: kind(3, 8, 3, **(own | {"num_groups": 1, "groups": 2})),
+    ):
+        error, text = failure(wrong)
+        assert error is TypeError
+        assert all(name in text for name in (kind.__name__, "conv_groups", *shown)), text
+
+
+def test_a_stray_positional_argument_is_not_the_norms_eps() -> None:
+    assert failure(lambda: fusedconv.ConvGroupNormSiLU(8, 16, 3, 1, 1))[0] is TypeError  # type: ignore[misc]
 
 
 @rows
@@ -678,6 +712,46 @@ def test_from_modules(row: Row) -> None:
         assert getattr(taken, part) is getattr(plain, part)
     agree(taken, plain)
     assert list(taken.state_dict()) == list(fused.state_dict())
+
+
+class NormInside(nn.Module):
+    """Something around the norm, as LoRA is around a conv."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(x))
+
+
+def test_from_modules_warns_once_where_nothing_is_fused(caplog: pytest.LogCaptureFixture) -> None:
+    """What is called by itself is logged; a norm that has nothing of a GroupNorm may be a mistake."""
+    caplog.set_level("INFO", logger="fusedconv")
+    fusedconv.nn._tell_once.cache_clear()
+    conv, silu = nn.Conv2d(8, 16, 3), fusedconv.ConvGroupNormSiLU
+    for norm in (nn.BatchNorm2d(16), nn.Linear(9, 9)):
+        with pytest.warns(UserWarning, match="nothing is fused") as caught:
+            assert [silu.from_modules(conv, cast(Any, norm)) for _ in range(2)]
+        (warning,) = caught
+        assert warning.filename == __file__
+        assert type(norm).__name__ in str(warning.message)
+        assert str(warning.message) == caplog.messages[-1]
+    assert len(caplog.messages) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        silu.from_modules(conv, nn.GroupNorm(2, 16, affine=False))
+        assert len(caplog.messages) == 2
+        silu.from_modules(conv, cast(Any, NormInside()))
+        silu.from_modules(cast(Any, LoRA(conv)), nn.GroupNorm(2, 16))
+        one = torch.ones(1)
+        fusedconv.ConvBiasScaleSigmoidGroupNorm.from_modules(conv, one, one, cast(Any, nn.BatchNorm2d(16)))
+    called = [(message.split()[1], message.split()[-3]) for message in caplog.messages[2:]]
+    assert called == [
+        ("group_norm", "nothing"),
+        ("conv", "group_norm_silu"),
+        ("group_norm", "bias_scale_sigmoid"),
+    ]
 
 
 @rows

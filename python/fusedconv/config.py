@@ -33,6 +33,7 @@ def _show_log(level: str) -> None:
 
 
 _show_log(os.environ.get("FUSEDCONV_LOG", ""))
+_C.cpu_isa()  # raises ValueError where FUSEDCONV_CPU_ISA asks for what this machine does not have
 
 
 def check_precision(precision: str | None) -> None:

@@ -13,12 +13,18 @@ and ``nn.GroupNorm`` raise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+import functools
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import Conv2d
+from torch.nn.modules.normalization import GroupNorm
 
 from ._stock import is_stock_conv, is_stock_norm
 from .chains import as_pair
@@ -37,6 +43,9 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger("fusedconv")
+
+Arguments = ParamSpec("Arguments")
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
@@ -81,6 +90,31 @@ def _conv2d(
     )  # fmt: skip
 
 
+def _signature(init: Callable[..., None]) -> inspect.Signature:
+    """With the conv's keywords in place of ``**options``."""
+    own = inspect.signature(init)
+    keywords = [p for p in inspect.signature(_conv2d).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return own.replace(parameters=[*list(own.parameters.values())[:-1], *keywords])
+
+
+def _constructor(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Shows all keywords to who asks (``skip_init``, ``help``), and in the error where the arguments are wrong."""
+    signature = _signature(init)
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()][1:]
+    takes = inspect.Signature(parameters)
+
+    @functools.wraps(init)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(args[0]).__name__}: {error}; it takes {takes}") from None
+        init(*args, **kwargs)
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return checked
+
+
 def _parameter(name: str, tensor: Tensor) -> nn.Parameter:
     """A parameter as it is; any other tensor as a parameter that is trained if the tensor was."""
     if not isinstance(tensor, Tensor):
@@ -105,6 +139,19 @@ def _precision() -> str | None:
         return None
     else:  # noqa: RET505 - TorchScript would compile what stands behind
         return precision_to_record()
+
+
+WHY_CALLED = {
+    "conv": "conv is replaced, patched, hooked, parametrised or sharded, or pads as no operator does",
+    "group_norm": "group_norm is replaced, patched, hooked, parametrised or sharded",
+}
+
+
+@functools.cache
+def _tell_once(message: str, warns: bool) -> None:
+    _log.info(message)
+    if warns:
+        warnings.warn(message, stacklevel=4)  # at the caller of from_modules
 
 
 _Geometry = tuple[()] | tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
@@ -175,6 +222,18 @@ class _ConvChain(nn.Module):
         """The parts that a call runs by themselves, for an operator would not do what they do."""
         return ("conv",) if self._geometry is None else ()
 
+    def _tell_what_is_called(self) -> None:
+        """Once for each cause. A part with a stock one in it (LoRA) is meant to be called; another may be a mistake."""
+        for name in self._called_parts():
+            part = cast(nn.Module, self._modules[name])
+            fused = f"{self._operator} is" if self._operator else "nothing is"
+            is_meant = any(isinstance(module, Conv2d | GroupNorm) for module in part.modules())
+            _tell_once(
+                f"{type(self).__name__}: {WHY_CALLED[name]} (it is of type {type(part).__name__}), so it is called by "
+                f"itself, and {fused} fused",
+                warns=not self._operator and not is_meant,
+            )
+
     def extra_repr(self) -> str:
         return f"operator={self._operator}"
 
@@ -228,6 +287,7 @@ class ConvReLUHardswish(_ConvChain):
 
     _chain = "relu_hardswish"
 
+    @_constructor
     def __init__(
         self,
         in_channels: int,
@@ -246,6 +306,7 @@ class ConvReLUHardswish(_ConvChain):
         """
         module = cls.__new__(cls)
         module._take_conv(conv)
+        module._tell_what_is_called()
         return module
 
     def forward(self, input: Tensor) -> Tensor:
@@ -272,6 +333,7 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
     _chain = "bias_scale_sigmoid_group_norm"
     _before_norm = "bias_scale_sigmoid"
 
+    @_constructor
     def __init__(
         self,
         in_channels: int,
@@ -305,6 +367,7 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
         """
         module = cls.__new__(cls)
         module._take(conv, bias, scale, group_norm)
+        module._tell_what_is_called()
         return module
 
     def forward(self, input: Tensor) -> Tensor:
@@ -341,6 +404,7 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
     _chain = "group_norm_scale_max_pool_clamp"
     __constants__ = (*_ConvNormChain.__constants__, "maxpool_kernel_size", "clamp_min", "clamp_max")
 
+    @_constructor
     def __init__(
         self,
         in_channels: int,
@@ -397,6 +461,7 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
         """
         module = cls.__new__(cls)
         module._take(conv, group_norm, scale, maxpool_kernel_size, clamp_min, clamp_max)
+        module._tell_what_is_called()
         return module
 
     def forward(self, input: Tensor) -> Tensor:
@@ -436,12 +501,14 @@ class ConvGroupNormSiLU(_ConvNormChain):
 
     _chain = "group_norm_silu"
 
+    @_constructor
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
         kernel_size: int | tuple[int, int],
         num_groups: int,
+        *,
         eps: float = 1e-5,
         **options: Unpack[ConvOptions],
     ) -> None:
@@ -459,6 +526,7 @@ class ConvGroupNormSiLU(_ConvNormChain):
         """
         module = cls.__new__(cls)
         module._take_conv_norm(conv, group_norm)
+        module._tell_what_is_called()
         return module
 
     def forward(self, input: Tensor) -> Tensor:
@@ -487,6 +555,7 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
 
     _chain = "group_norm_tanh_hardswish_logsumexp"
 
+    @_constructor
     def __init__(
         self,
         in_channels: int,
@@ -510,6 +579,7 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
         """
         module = cls.__new__(cls)
         module._take_conv_norm(conv, group_norm)
+        module._tell_what_is_called()
         return module
 
     def forward(self, input: Tensor) -> Tensor:
