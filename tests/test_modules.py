@@ -164,7 +164,7 @@ def test_a_signature_shows_every_keyword(row: Row) -> None:
 
 
 def test_a_stray_positional_argument_is_not_the_norms_eps() -> None:
-    assert failure(lambda: fusedconv.ConvGroupNormSiLU(8, 16, 3, 1, 1))[0] is TypeError  # type: ignore[misc]
+    assert failure(lambda: fusedconv.ConvGroupNormSiLU(8, 16, 3, 1, 1))[0] is TypeError  # type: ignore[call-arg]
 
 
 @rows
