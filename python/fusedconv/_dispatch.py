@@ -23,7 +23,9 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
-LIBRARY: Any = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
+from ._sharding import register_if_imported
+
+LIBRARY: Any = None
 
 # The output's memory format follows the input's strides: a compiler must not change them behind our back.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -58,6 +60,14 @@ class Rules(Protocol):
     def plain(self, *args: Any, **options: Any) -> Any: ...
 
 
+def open_library() -> None:
+    """For all operators together: what an import that was interrupted had registered goes."""
+    global LIBRARY
+    if LIBRARY is not None:
+        LIBRARY._destroy()
+    LIBRARY = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
+
+
 def define(schema: str) -> Any:
     LIBRARY.define(schema, tags=_TAGS)
     return getattr(torch.ops.fusedconv, schema.partition("(")[0]).default
@@ -72,8 +82,13 @@ def implement(name: str, rules: Rules) -> None:
     LIBRARY.impl(name, rules.cuda, "CUDA")
     for key in ("NestedTensorCPU", "NestedTensorCUDA"):
         LIBRARY.impl(name, rules.fake, key)  # says that no argument may be nested
-    torch.library.register_fake(f"fusedconv::{name}", rules.fake, lib=LIBRARY)
+    torch.library.register_fake(f"fusedconv::{name}", partial(_fake, rules.fake), lib=LIBRARY)
     LIBRARY.impl(name, rules.plain, "CompositeExplicitAutograd")
+
+
+def _fake(rule: Function, *args: Any, **options: Any) -> Any:
+    register_if_imported()
+    return rule(*args, **options)
 
 
 def remember(prepared: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], run: Function) -> None:

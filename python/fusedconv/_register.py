@@ -22,6 +22,7 @@ from ._dispatch import (
     has_tangent,
     implement,
     needs_gradient,
+    open_library,
     recorder,
     remember,
     unmapped,
@@ -385,6 +386,7 @@ def _autocasts(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64
 
 
+open_library()
 OPERATORS = {
     operator.name: operator
     for chain in CHAINS
