@@ -56,11 +56,11 @@ class Child:
     def _start(self) -> None:
         self.stderr = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115 (closed in _end)
         self.connection, other = self.context.Pipe()
-        self.process = self.context.Process(
-            target=_serve, args=(self.check, other, self.stderr.name), daemon=True
-        )
-        self.process.start()
+        process = self.context.Process(target=_serve, args=(self.check, other, self.stderr.name), daemon=True)
+        process.start()
         other.close()
+        self.process = process
+        self.connection.recv()  # however long it takes to import what the check needs
 
     def _end(self, what: str) -> str:
         """Ends the process, and tells why it had to."""
@@ -79,6 +79,7 @@ def _serve(check: Check, connection: Connection, stderr: str) -> None:
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
     faulthandler.enable()
     _bound_memory()
+    connection.send(None)
     while True:
         try:
             case = connection.recv()

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from chains_table import Own, Row, map_tensors
 
+Failure = tuple[type[BaseException], str]
+
 TESTS = Path(__file__).resolve().parent
 
 # Bounds on ||y - reference|| / ||reference|| by the dtype of the input.
@@ -168,6 +170,21 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return (
         a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)))
     )
+
+
+def outcome(run: Callable[[], Tensor]) -> Tensor | Failure:
+    """What comes of a call, be it an error."""
+    try:
+        return run()
+    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+        return type(error), str(error)
+
+
+def look(result: Tensor | Failure) -> object:
+    """All that a fake tensor has of a result."""
+    if isinstance(result, Tensor):
+        return result.shape, result.dtype, result.stride(), result.device
+    return result
 
 
 def failure(call: Callable[[], object]) -> tuple[type[BaseException], str]:
