@@ -27,7 +27,7 @@ IS_SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # whose shadow alo
 class Child:
     """Runs ``check`` on picklable cases in a process of its own, for at most ``timeout`` seconds each."""
 
-    def __init__(self, check: Check, *, timeout: float = 60) -> None:
+    def __init__(self, check: Check, *, timeout: float = 120) -> None:
         self.check = check
         self.timeout = timeout * (10 if IS_SANITIZED else 1)
         self.context = multiprocessing.get_context("spawn")

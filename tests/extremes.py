@@ -166,7 +166,7 @@ def smooth_direction(row: Row, call: Call, v: Tensor) -> Tensor:
 
 
 def rounded(conv: Conv, dtype: torch.dtype, way: int) -> Conv:
-    """A conv whose output and its gradient are off by up to half a unit in the last place, as any two steps round them."""
+    """A conv whose output and its gradient are off by up to half a unit in the last place, as two steps round them."""
 
     def v_of(call: Call) -> Tensor:
         v = conv(call)

@@ -202,14 +202,22 @@ def ordinary_geometries(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def large_means(draw: st.DrawFn) -> LargeMean:
+    """As large as leaves eager some digits of what lies around them: a norm takes the mean away. Float64's error shows from
+    that in float32, so it has no larger ones."""
+    given = draw(ordinary_geometries())
+    deviation = draw(st.sampled_from([1e-2, 1.0]))
+    factor = draw(st.sampled_from([1.0, 3.0, 0.01, -1.0]))
+    dtype = torch.float32 if given["dtype"] is torch.float64 else given["dtype"]
+    largest = abs(factor) * deviation / torch.finfo(dtype).eps / 64
+
+    def size(among: list[float], unit: float) -> float:
+        return draw(st.sampled_from([value for value in among if value * unit <= largest] or among[:1]))
+
     return LargeMean(
-        **draw(ordinary_geometries()),
-        mean=draw(st.sampled_from([0.0, 1.0, 100.0, 1000.0])),
-        deviation=draw(st.sampled_from([1e-2, 1.0])),
-        factor=draw(st.sampled_from([1.0, 3.0, 0.01, -1.0])),
-        bias_factor=draw(st.sampled_from([1.0, 100.0, 1e4])),
-        wants_gradients=draw(st.booleans()),
-    )
+        **given,
+        mean=size([0.0, 1.0, 100.0, 1000.0], abs(factor)), deviation=deviation, factor=factor,
+        bias_factor=size([0.01, 1.0, 100.0, 1e4], 1.0), wants_gradients=draw(st.booleans()),
+    )  # fmt: skip
 
 
 @st.composite
