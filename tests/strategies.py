@@ -202,8 +202,8 @@ def ordinary_geometries(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def large_means(draw: st.DrawFn) -> LargeMean:
-    """As large as leaves eager some digits of what lies around them: a norm takes the mean away. Float64's error shows from
-    that in float32, so it has no larger ones."""
+    """So large that eager has digits left of what lies around them, as a norm takes the mean away. Float64's error shows
+    from that in float32: it has no larger ones."""
     given = draw(ordinary_geometries())
     deviation = draw(st.sampled_from([1e-2, 1.0]))
     factor = draw(st.sampled_from([1.0, 3.0, 0.01, -1.0]))
