@@ -155,8 +155,13 @@ def bounded(what: str, call: Call, outputs: int, compute: Callable[[], Any]) -> 
 def gradients(run: Run, row: Row, call: Call, direction: Tensor) -> dict[str, Tensor]:
     call, leaves = with_leaves(call, None)
     y = run(row, call)
-    found = torch.autograd.grad(y, list(leaves.values()), direction.to(y.dtype))
-    return dict(zip(leaves, found, strict=True))
+    found = dict(
+        zip(leaves, torch.autograd.grad(y, list(leaves.values()), direction.to(y.dtype)), strict=True)
+    )
+    if row.has_norm and "conv_bias" in found:
+        # A norm takes the bias away again, and all of its gradient but rounding: it is held as a weight that meets ones.
+        found["weight"] = torch.cat([found["weight"].flatten(), found.pop("conv_bias")])
+    return found
 
 
 def smooth_direction(row: Row, call: Call, v: Tensor) -> Tensor:
@@ -184,9 +189,8 @@ class Standard:
         return gradients(plain, self.row, call, self.direction)
 
     def hold(self, ours: dict[str, Tensor]) -> None:
-        """Behind a norm of few values, or of values that lie close together, eager's own error is one of chance: there it is
-        the worst of what an exact chain has behind eager's conv, were each of that one's errors up or down."""
-        dtype = self.call.x.dtype
+        """Behind a norm of few values, or of values that lie close together, eager's own error is one of chance: there it
+        is the worst of what an exact chain has behind eager's conv, were each of that one's errors up or down."""
         in_double = self.call.map(
             lambda t: t.double().contiguous()
         )  # as eager's group norm loses digits otherwise
