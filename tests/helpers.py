@@ -18,6 +18,8 @@ from torch import Tensor
 
 from chains_table import Own, Row, map_tensors
 
+Failure = tuple[type[BaseException], str]
+
 TESTS = Path(__file__).resolve().parent
 
 # Bounds on ||y - reference|| / ||reference|| by the dtype of the input.
@@ -186,6 +188,21 @@ def denormals(normal: Tensor, dtype: torch.dtype) -> Tensor:
     least = torch.finfo(dtype).smallest_normal
     scales = torch.tensor([0.25, 256.0]).repeat(normal.shape[2] // 2).view(-1, 1)
     return (normal * least * scales).to(dtype)
+
+
+def outcome(run: Callable[[], Tensor]) -> Tensor | Failure:
+    """What comes of a call, be it an error."""
+    try:
+        return run()
+    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+        return type(error), str(error)
+
+
+def look(result: Tensor | Failure) -> object:
+    """All that a fake tensor has of a result."""
+    if isinstance(result, Tensor):
+        return result.shape, result.dtype, result.stride(), result.device
+    return result
 
 
 def failure(call: Callable[[], object]) -> tuple[type[BaseException], str]:

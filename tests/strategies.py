@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chains_table import CONV_ROWS, ROWS, Own, Row, generator, randn
+from extremes import ExtremeGeometry, FlushedDenormals, LargeMean
 
 SIDES = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 31, 33, 40]))
 CHANNELS = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 24, 31, 32, 33, 65]))
@@ -94,3 +97,133 @@ def chain_calls(draw: st.DrawFn, least_batch: int = 1) -> tuple[Row, Tensor, Own
     shape = (draw(st.integers(least_batch, 3)), channels, draw(SIDES), draw(SIDES))
     v = lay_out(randn(gen, *shape).to(dtype), draw(LAYOUTS))
     return row, v, draw(own_arguments(row, channels, dtype))
+
+
+# ---- extremes: plain data, for a child ----
+
+LARGEST = 2**31 - 1  # that the operators take, of a stride, a padding or a dilation
+POWERS = [2**k + d for k in range(2, 32) for d in (-1, 0, 1) if 2**k + d <= LARGEST]
+LAYOUTS_OF_INPUT = st.sampled_from([torch.contiguous_format, torch.channels_last])
+MOST_OUTPUTS = 64  # of an axis
+MOST_PRODUCTS = 2**14  # of one channel: what makes a case slow is the reference
+
+
+@dataclass(frozen=True)
+class Axis:
+    size: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+    outputs: int
+
+
+@st.composite
+def extreme_axes(draw: st.DrawFn, most_products: int) -> Axis:
+    """An axis of a conv with few outputs: where its reach is large, the padding makes up for it."""
+    size = draw(st.one_of(st.integers(1, 40), st.sampled_from([1, 1, 2, 64, 257, 1000])))
+    kernel = draw(st.one_of(st.integers(1, 5), st.integers(1, 40)))
+    near = st.sampled_from(
+        sorted({max(1, a * n + d) for n in (size, kernel) for a in (1, 2) for d in (-1, 0, 1)})
+    )
+    steps = st.one_of(st.integers(1, 4), near, st.sampled_from(POWERS), st.integers(1, LARGEST))
+    most_outputs = max(1, min(MOST_OUTPUTS, most_products // kernel))
+    dilation = min(draw(steps), (2 * LARGEST + size - 1) // max(1, kernel - 1))
+    reach = dilation * (kernel - 1)
+    stride = max(draw(steps), math.ceil((size - reach) / most_outputs))
+    least = max(0, (reach - size + 2) // 2)  # padding, for one output
+    most = min(LARGEST, max(least, (most_outputs * stride + reach - size) // 2))
+    if least > 0 and draw(st.integers(0, 49)) == 49:
+        return Axis(size, kernel, stride, draw(st.integers(0, least - 1)), dilation, 0)
+    tap, output = draw(st.integers(0, kernel - 1)), draw(st.integers(0, most_outputs - 1))
+    meeting = (
+        tap * dilation + output * stride - draw(st.integers(0, size - 1))
+    )  # there this tap meets a value
+    some = st.sampled_from(
+        [least, meeting, meeting, meeting, reach // 2, reach, 0, draw(st.sampled_from(POWERS))]
+    )
+    padding = min(most, max(least, draw(st.one_of(some, some, st.integers(least, most)))))
+    return Axis(size, kernel, stride, padding, dilation, (size + 2 * padding - reach - 1) // stride + 1)
+
+
+@st.composite
+def common_of_cases(draw: st.DrawFn) -> dict[str, Any]:
+    """Of cases of any kind."""
+    groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    channels = (groups * draw(st.integers(1, 4)), groups * draw(st.sampled_from([1, 2, 3, 4, 8, 9])))
+    return {
+        "chain": draw(st.sampled_from([row.chain for row in CONV_ROWS])),
+        "dtype": draw(DTYPES),
+        "batch": draw(st.sampled_from([1, 1, 2, 3])),
+        "channels": channels,
+        "groups": groups,
+        "num_groups": draw(st.sampled_from([g for g in range(1, channels[1] + 1) if channels[1] % g == 0])),
+        "has_bias": draw(st.booleans()),
+        "layout": draw(LAYOUTS_OF_INPUT),
+        "threads": draw(st.sampled_from([1, 2])),
+        "seed": draw(st.integers(0, 10**6)),
+    }
+
+
+@st.composite
+def extreme_geometries(draw: st.DrawFn) -> ExtremeGeometry:
+    axes = [draw(extreme_axes(MOST_PRODUCTS))]
+    axes.append(draw(extreme_axes(MOST_PRODUCTS // max(1, axes[0].kernel * axes[0].outputs))))
+    if draw(st.booleans()):
+        axes.reverse()
+    h, w = axes
+    pool = tuple(draw(st.integers(1, max(1, min(3, axis.outputs)))) for axis in axes)
+    return ExtremeGeometry(
+        **draw(common_of_cases()),
+        size=(h.size, w.size), kernel=(h.kernel, w.kernel), stride=(h.stride, w.stride),
+        padding=(h.padding, w.padding), dilation=(h.dilation, w.dilation), pool=(pool[0], pool[1]),
+        wants_gradients=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@st.composite
+def ordinary_geometries(draw: st.DrawFn) -> dict[str, Any]:
+    """With groups of the norm that have digits: of some 32 elements or more."""
+
+    def pair(low: int, high: int) -> tuple[int, int]:
+        return draw(st.integers(low, high)), draw(st.integers(low, high))
+
+    kernel, dilation, padding = pair(1, 7), pair(1, 2), pair(0, 3)
+    outputs = pair(6, 20)
+    size = tuple(
+        max(1, o + d * (k - 1) - 2 * p) for o, d, k, p in zip(outputs, dilation, kernel, padding, strict=True)
+    )
+    return {
+        **draw(common_of_cases()),
+        "size": (size[0], size[1]), "kernel": kernel, "dilation": dilation, "padding": padding,
+        "stride": draw(st.sampled_from([(1, 1), (1, 1), (2, 2), (1, 2)])), "pool": pair(1, 3), "eps": 1e-5,
+    }  # fmt: skip
+
+
+@st.composite
+def large_means(draw: st.DrawFn) -> LargeMean:
+    """So large that eager has digits left of what lies around them, as a norm takes the mean away. Float64's error shows
+    from that in float32: it has no larger ones."""
+    given = draw(ordinary_geometries())
+    deviation = draw(st.sampled_from([1e-2, 1.0]))
+    factor = draw(st.sampled_from([1.0, 3.0, 0.01, -1.0]))
+    dtype = torch.float32 if given["dtype"] is torch.float64 else given["dtype"]
+    largest = abs(factor) * deviation / torch.finfo(dtype).eps / 64
+
+    def size(among: list[float], unit: float) -> float:
+        return draw(st.sampled_from([value for value in among if value * unit <= largest] or among[:1]))
+
+    return LargeMean(
+        **given,
+        mean=size([0.0, 1.0, 100.0, 1000.0], abs(factor)), deviation=deviation, factor=factor,
+        bias_factor=size([0.01, 1.0, 100.0, 1e4], 1.0), wants_gradients=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@st.composite
+def flushed_denormals(draw: st.DrawFn) -> FlushedDenormals:
+    given = draw(ordinary_geometries())
+    least = -8 if given["dtype"] is torch.float16 else -44
+    low = draw(st.integers(least, 0))
+    high = draw(st.integers(low, 0))
+    return FlushedDenormals(**given, has_conv=draw(st.booleans()), exponents=(low, high))
