@@ -276,6 +276,15 @@ std::map<std::string, std::string> build_info() {
 
 // All that is shared is read-only or has a lock: a free-threaded Python need not turn its GIL on for us.
 PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
+  // Sizes that do not fit (core/checked.h); to pybind11 it would be an OverflowError.
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::overflow_error& error) {
+      PyErr_SetString(PyExc_RuntimeError, (std::string("fusedconv: ") + error.what()).c_str());
+    }
+  });
+  check_cuda_source();  // a wrong name is an ImportError, not one of some later call
   module.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
   module.attr("FLOAT64") = static_cast<int>(DType::kFloat64);
   module.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);

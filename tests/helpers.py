@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,23 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return (
         a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)))
     )
+
+
+@contextmanager
+def flushing_denormals(mode: bool = True) -> Iterator[None]:
+    """This thread takes denormals for zero, and makes none."""
+    torch.set_flush_denormal(mode)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def denormals(normal: Tensor, dtype: torch.dtype) -> Tensor:
+    """Every other row is moved to where ``dtype`` has denormals, and the others near to it."""
+    least = torch.finfo(dtype).smallest_normal
+    scales = torch.tensor([0.25, 256.0]).repeat(normal.shape[2] // 2).view(-1, 1)
+    return (normal * least * scales).to(dtype)
 
 
 def outcome(run: Callable[[], Tensor]) -> Tensor | Failure:

@@ -1,13 +1,18 @@
-// What must hold of csrc/cuda/tensor_plan.h, over random shapes and cards: a program that says what does not.
-// test_tensor_plan.py compiles and runs it.
+// What must hold of csrc/cuda/tensor_plan.h, over random shapes and cards, the largest that there may be
+// among them: a program that says what does not. test_tensor_plan.py compiles it, with checks of undefined
+// behaviour, and runs it.
 #include "../csrc/cuda/tensor_plan.h"
 
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
+#include <optional>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
+using namespace fusedconv;
 using namespace fusedconv::cuda;
 
 namespace {
@@ -33,12 +38,20 @@ int64_t one_of(std::initializer_list<int64_t> values) {
   return values.begin()[random_bits() % values.size()];
 }
 
-// Channels of a group, groups, and sides: small, odd, and around the widths of vectors and pieces.
-int64_t group_channels() {
-  return one_of({1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 100, 512, 514, 1030, 4096});
+// Channels of a group, groups, and sides: small, odd, and around the widths of vectors and pieces; or
+// extreme.
+int64_t group_channels(bool extreme) {
+  return extreme ? one_of({1, 3, 999983, 1 << 20, 2147483647, int64_t(1) << 40})
+                 : one_of({1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 100, 512, 514, 1030, 4096});
 }
-int64_t groups() { return one_of({1, 1, 2, 3, 4, 5, 8, 16, 33, 47, 61, 128, 512}); }
-int64_t side() { return one_of({1, 1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 56, 112, 200, 256}); }
+int64_t groups(bool extreme) {
+  return extreme ? one_of({1, 2, 999983, 1 << 20, 2147483647})
+                 : one_of({1, 1, 2, 3, 4, 5, 8, 16, 33, 47, 61, 128, 512});
+}
+int64_t side(bool extreme) {
+  return extreme ? one_of({1, 7, 65537, 1 << 24, 2147483647, (int64_t(1) << 32) + 8})
+                 : one_of({1, 1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 56, 112, 200, 256});
+}
 
 struct Call {
   Kind kind;
@@ -47,16 +60,16 @@ struct Call {
   TensorShape shape;
   int width;
 
-  Call() : kind(kKinds[random_bits() % 4]), card(kCards[random_bits() % 5]) {
+  explicit Call(bool extreme) : kind(kKinds[random_bits() % 4]), card(kCards[random_bits() % 5]) {
     const int element = int(one_of({2, 4, 8}));
     traits = {kind.has_norm, kind.reduces_channels, element, element == 8 ? 8 : 4, 16 / element};
-    const int64_t of_norm = groups();
-    const int64_t rows = side();
-    const int64_t cols = side();
-    const int64_t window = kind.pools ? std::min<int64_t>(one_of({1, 2, 3, 4, 8}), rows) : 0;
+    const int64_t of_norm = groups(extreme);
+    const int64_t rows = side(extreme);
+    const int64_t cols = side(extreme);
+    const int64_t window = kind.pools ? std::min(one_of({1, 2, 3, 4, extreme ? rows : 8}), rows) : 0;
     shape = {2,
-             of_norm * group_channels(),
-             rows * cols,
+             (Checked(of_norm) * group_channels(extreme)).value(),
+             (Checked(rows) * cols).value(),
              random_bits() % 2 == 0 && rows * cols > 1,
              kind.has_norm ? of_norm : 1,
              kind.pools ? window * cols : 1};
@@ -102,7 +115,10 @@ std::vector<int> visits(const TensorPlan& plan, const TensorShape& shape) {
 
 // What is wrong with the plan; null if nothing.
 const char* fault_of(const Call& call) {
+  constexpr double kMostSeconds = 2;
+  const std::clock_t start = std::clock();
   const TensorPlan plan = plan_tensor(call.traits, call.shape, call.width, call.card);
+  if (double(std::clock() - start) / CLOCKS_PER_SEC > kMostSeconds) return "it takes long to plan";
   const TensorShape& shape = call.shape;
   if (plan.shared_bytes > call.card.shared_bytes) return "more shared memory than the card has";
   if (plan.threads > kMostThreads || plan.threads % kWarp != 0) return "threads";
@@ -118,22 +134,33 @@ const char* fault_of(const Call& call) {
   const int row = shape.channels_last ? plan.unit_channels : plan.slice_pixels;
   if (plan.width > 1 && row % plan.width != 0) return "loads cross the end of a row";
   if (plan.tile_at % 16 != 0 || plan.parts_at % 32 != 0 || plan.moments_at % 32 != 0) return "alignment";
+  if (Checked(plan.unit_channels) * plan.slice_pixels > 4000000) return nullptr;
   for (const int count : visits(plan, shape))
     if (count != 1) return "a value is not read once";
   return nullptr;
+}
+
+// A random call; none where its sample has more bytes than can be counted.
+std::optional<Call> random_call(bool extreme) {
+  try {
+    const Call call(extreme);
+    const Checked bytes = Checked(call.shape.channels) * call.shape.pixels * call.traits.element_bytes;
+    return extreme || bytes <= 32000000 ? std::optional<Call>(call) : std::nullopt;
+  } catch (const std::overflow_error&) {
+    return std::nullopt;
+  }
 }
 
 }  // namespace
 
 int main(int, char** arguments) {
   int faults = 0;
-  for (int i = std::atoi(arguments[1]); i > 0 && faults < 10; --i) {
-    const Call call;
-    if (call.shape.channels * call.shape.pixels > 4000000) continue;
-    if (const char* fault = fault_of(call)) {
-      std::printf("%s: %s\n", fault, call.text().c_str());
-      ++faults;
-    }
+  for (int i = 0; i < std::atoi(arguments[1]) && faults < 10; ++i) {
+    const std::optional<Call> call = random_call(i % 8 == 0);
+    const char* const fault = call ? fault_of(*call) : nullptr;
+    if (fault == nullptr) continue;
+    std::printf("%s: %s\n", fault, call->text().c_str());
+    ++faults;
   }
   return faults == 0 ? 0 : 1;
 }

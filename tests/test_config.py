@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedconv
 from chains_table import CONV_ROWS, Row, draw_own, generator, module_input, modules, randn
+from fusedconv.__main__ import main
 from helpers import failure, same_bits
 
 rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
@@ -149,6 +150,45 @@ def test_main_prints_a_table_and_says_what_is_wrong() -> None:
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert "--batch" in run_main("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--batch", "99999999999"), ("--batch", "99999999999", str(2**31 - 1))),
+        (("--batch", str(2**31 - 1)), ("not enough memory on cpu", "--batch")),
+        (("--batch", "-1"), ("--batch", "-1")),
+        (("--batch", "1e3"), ("--batch", "1e3")),
+        (("--device", "cuda:999999999999"), ("cuda:999999999999",)),
+        (("--device", "cuda:-1"), ("cuda:-1",)),
+        (("--device", "cuda:100"), ("cuda:100",)),
+        (("--device", "meta"), ("meta",)),
+        (("--device", ""), ("''",)),
+    ],
+)
+def test_main_says_what_is_wrong_in_one_line(
+    arguments: tuple[str, str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: Any = main(["--device", "cpu", *arguments])
+    except SystemExit as exit:  # of argparse
+        status = exit.code
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.out == ""
+    assert all(word in printed.err.splitlines()[-1] for word in words), printed.err
+
+
+@pytest.mark.parametrize("format", [[], ["--json"]])
+def test_main_ends_in_silence_where_nobody_reads_on(format: list[str]) -> None:
+    command = [sys.executable, "-m", "fusedconv", "--batch", "1", "--device", "cpu", *format]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        complaint = process.stderr.read()
+    assert "Error" not in complaint
+    assert "Traceback" not in complaint
 
 
 def microseconds(call: Callable[[], object], number: int = 30) -> float:

@@ -103,6 +103,28 @@ def test_row_3_batch_of_zero(row: Row) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_below_the_least_normal_one(dtype: torch.dtype) -> None:
+    """They are no zeros, nor are such gradients: in half precision 2e-5 is one of them."""
+    info = torch.finfo(dtype)
+    step = info.smallest_normal * info.eps
+    least = torch.linspace(-0.5, 1, 1000, dtype=torch.float64, device="cuda") * 2 * info.smallest_normal
+    v = least.to(dtype).view(1, 1, 10, 100)
+    op = torch.ops.fusedconv.relu_hardswish
+    reference = RELU_HARDSWISH.plain_chain(v.double(), {})
+    assert float((op(v).double() - reference).abs().max()) <= step
+    ones = torch.ones_like(v, requires_grad=True)
+    (found,) = torch.autograd.grad(op(ones), ones, v)
+    assert float((found.double() - v.double() * (5 / 6)).abs().max()) <= step
+
+
+@all_rows
+def test_a_chain_on_values_below_the_least_normal_one(row: Row) -> None:
+    gen = generator("subnormal", row.chain)
+    own = on(draw_own(row, 8, gen, dtype=torch.float16))
+    check(row, (2e-5 * randn(gen, 2, 8, 20, 24)).cuda().half(), own)
+
+
 @pytest.mark.slow
 def test_row_4_batch_beyond_65535_and_more_than_two_to_the_31st_elements() -> None:
     v = torch.randn(70_000, 1, 2, 3, device="cuda")
@@ -160,6 +182,32 @@ def test_row_19_chain_under_autocast(row: Row) -> None:
         for v in (randn(gen, 2, 8, 6, 7).cuda(), randn(gen, 2, 8, 6, 7).to("cuda", dtype)):
             with torch.no_grad(), torch.autocast("cuda", dtype):
                 assert row.chain_op(v, own).dtype == row.plain_chain(v, own).dtype
+
+
+def test_a_child_that_was_forked_gets_an_error() -> None:
+    """CUDA serves no child of a process that used it: PyTorch says so or, of a new signature, we; nothing hangs."""
+    code = """
+        import os, torch
+        import fusedconv.functional as FF
+        v, weight = torch.randn(2, 8, 40, 40, device="cuda"), torch.randn(16, 8, 3, 3, device="cuda")
+        v_of_one = v[:1]
+        for call in FF.relu_hardswish, lambda x: FF.conv2d_group_norm_silu(x, weight, None, 2):
+            call(v)
+            torch.cuda.synchronize()
+            for x in v, v_of_one:
+                child = os.fork()
+                if child == 0:
+                    try:
+                        call(x)
+                    except RuntimeError as error:
+                        print(error, flush=True)
+                        os._exit(7)
+                    os._exit(0)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            call(v)
+        torch.cuda.synchronize()
+    """
+    assert new_process(code, timeout=120).count("forked from one that had used CUDA") == 2, "one error each"
 
 
 @two_devices

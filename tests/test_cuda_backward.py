@@ -39,6 +39,7 @@ from cuda_conv import (
 )  # fmt: skip
 from gradients import (
     CONV_BOUNDS,
+    as_halves_take_it,
     as_tf32_takes_it,
     check_conv_gradients,
     check_gradients,
@@ -117,6 +118,27 @@ def test_random_calls(row: Row, mode: Mode, layout: torch.memory_format) -> None
 @conv_rows
 def test_strips(row: Row, mode: Mode, layout: torch.memory_format) -> None:
     check_all(row, mode, layout, [*cases(row, mode, layout, "strips", count=16, values=STRIP_VALUES)])
+
+
+@modes
+@conv_rows
+def test_large_means_and_biases(row: Row, mode: Mode) -> None:
+    """Of the input and of the conv, in packed rows and in strips: sums over pixels and products keep their digits."""
+    for channels in ((8, 32), (24, 16)):
+        case = Case(2, channels, (20, 78), groups=channels[1] // 2)
+        call = draw(row, case, mode.dtype)
+        assert call.bias is not None
+        large_bias = replace(call, x=(0.01 * call.x).to(mode.dtype), bias=4 * call.bias)
+        check_conv_gradients(row, large_bias, mode, what=f"{case}, a large bias")
+        if mode is IEEE:  # elsewhere rounded gradients, times the mean, leave no digit of the weight's
+            large_mean = replace(call, x=1000 + call.x, bias=None)
+            check_conv_gradients(
+                row,
+                large_mean,
+                mode,
+                what=f"{case}, a mean of 1000",
+                taken_as=[as_halves_take_it(large_mean)],
+            )
 
 
 @pytest.mark.sanitizer

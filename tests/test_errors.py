@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import fusedconv.functional
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, modules, randn
@@ -172,6 +174,33 @@ def test_rows_7_12_17_wrong_arguments_of_the_chain(row: Row, bad: Bad) -> None:
 @pytest.mark.parametrize(("row", "bad"), applicable(CONV_ROWS, COMMON + CONV, conv=True))
 def test_rows_7_12_17_18_wrong_arguments_of_the_conv(row: Row, bad: Bad) -> None:
     check_failures(row.conv, good_call(row, conv=True), bad)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
+def test_row_17_nested_tensors(row: Row, layout: torch.layout) -> None:
+    """The error names the argument, not the private operator that training calls."""
+    for conv, name in ((False, row.chain), (True, row.conv)):
+        for argument in ("input", "weight", "conv_bias") if conv else ("input",):
+            for wants in (False, True):
+                call = good_call(row, conv)
+                parts = [call[argument], call[argument]]
+                call[argument] = torch.nested.nested_tensor(parts, layout=layout, requires_grad=wants)
+                expected = RuntimeError, f"{argument} must be a dense tensor, but is nested"
+                op = partial(getattr(torch.ops.fusedconv, name), **call)
+                assert failure(op) == expected
+                with forward_ad.dual_level():
+                    assert failure(op) == expected
+
+
+@pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
+def test_row_17_sparse_gradient_of_the_output(row: Row) -> None:
+    for conv, name in ((False, row.chain), (True, row.conv)):
+        call = good_call(row, conv)
+        call["input"].requires_grad_()
+        y = getattr(torch.ops.fusedconv, name)(**call)
+        text = f"{name}: grad must be a dense tensor, but its layout is torch.sparse_coo"
+        assert failure(partial(y.backward, torch.ones_like(y).to_sparse())) == (RuntimeError, text)
 
 
 @pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)

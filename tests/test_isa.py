@@ -104,19 +104,24 @@ def test_levels_of_this_machine() -> None:
 NOT_HERE = [level for level in ("avx2", "avx512") if level not in _C.cpu_isas()]
 
 
-@pytest.mark.parametrize("level", ["avx9000", "AVX2", *NOT_HERE])
+@pytest.mark.parametrize("level", ["avx9000", " ", *NOT_HERE])
 def test_a_level_that_does_not_exist_here_is_an_error(level: str) -> None:
-    """At the first call, in words: neither another level in silence nor an illegal instruction."""
+    """At the import, in words: neither another level in silence nor an illegal instruction. It can be mended."""
     code = """
-        import torch, fusedconv
-        from fusedconv import _C
-        for call in (_C.cpu_isa, lambda: torch.ops.fusedconv.relu_hardswish(torch.ones(1, 1, 1, 1))):
-            try:
-                call()
-            except ValueError as error:
-                print(error)
+        import os
+        try:
+            import fusedconv
+        except ValueError as error:
+            print(error)
+        os.environ["FUSEDCONV_CPU_ISA"] = "baseline"
+        import fusedconv
+        assert fusedconv._C.cpu_isa() == "baseline"
     """
-    lines = new_process(code, environment={"FUSEDCONV_CPU_ISA": level}).splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        assert all(word in line for word in ("FUSEDCONV_CPU_ISA", level, *_C.cpu_isas()))
+    (line,) = new_process(code, environment={"FUSEDCONV_CPU_ISA": level}).splitlines()
+    assert all(word in line for word in ("FUSEDCONV_CPU_ISA", f"'{level}'", *_C.cpu_isas()))
+
+
+@pytest.mark.parametrize(("name", "level"), [("", _C.cpu_isas()[-1]), ("BaseLine", "baseline")])
+def test_an_empty_level_is_none_and_case_does_not_matter(name: str, level: str) -> None:
+    code = "import fusedconv; print(fusedconv._C.cpu_isa())"
+    assert new_process(code, environment={"FUSEDCONV_CPU_ISA": name}).strip() == level

@@ -3,7 +3,7 @@
 # mypy: disallow-untyped-calls=False
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -285,6 +285,8 @@ HALF_CONVS: dict[str, tuple[Any, ...]] = {
     "a row of one pixel": ((2, 3, 1, 20), (4, 3, 3, 3), 1, (1, 1), (2, 1), (1, 1)),
     "two columns": ((2, 3, 20, 2), (16, 3, 5, 5), 1, (4, 4), (1, 4), (1, 1)),
     "depthwise": ((2, 8, 31, 31), (8, 1, 3, 3), 8, (1, 1), (2, 2), (2, 2)),
+    "taps of padding": ((2, 3, 12, 9), (8, 3, 29, 1), 1, (1, 1), (14, 0), (1, 1)),
+    "narrow pixels with a stride": ((3, 4, 16, 16), (8, 4, 1, 1), 1, (2, 2), (0, 0), (1, 1)),
 }
 HALF_CONV = """
 import ast, sys, torch, fusedconv
@@ -331,22 +333,34 @@ class _ConvDtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+# What PyTorch's conv is asked in, forward and for the input's gradient, and for the others': None where it is not asked.
+ASKED: dict[str, Sequence[torch.dtype | None]] = {
+    "windows of padding": (None, None),
+    "windows around a row": (None, None),
+    "columns of one pixel": (None, None),
+    "a row of one pixel": (torch.float32, torch.float32),
+    "two columns": (None, None),
+    "depthwise": (torch.half, torch.float32),
+    "taps of padding": (None, None),
+    "narrow pixels with a stride": (torch.half, None),
+}
+
+
 @half_convs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_pytorch_fails_in_is_run_in_float32(dtype: torch.dtype, case: str) -> None:
+def test_what_pytorch_fails_in_is_not_asked_of_it(dtype: torch.dtype, case: str) -> None:
     """Not every machine's oneDNN fails, so what is asked of PyTorch is looked at too."""
     size, kernel, groups, stride, padding, dilation = HALF_CONVS[case]
     geometry = stride, padding, dilation, groups
     x, weight = torch.randn(size).to(dtype), torch.randn(kernel).to(dtype)
+    usual, of_weight = ([] if d is None else [dtype if d is torch.half else d] for d in ASKED[case])
     with _ConvDtypes() as forward:
         y = convolution(x, weight, None, *geometry, precision=None)
-    by_weight_alone = case in ("two columns", "depthwise")  # what oneDNN fails in
-    usual = dtype if by_weight_alone else torch.float32
-    assert forward.seen == [usual]
+    assert forward.seen == usual
     for mask, expected in {
-        (True, False, False): [usual],
-        (False, True, True): [torch.float32],
-        (True, True, True): [dtype, torch.float32] if by_weight_alone else [torch.float32],
+        (True, False, False): usual,
+        (False, True, True): of_weight,
+        (True, True, True): usual if usual == of_weight else [*usual, *of_weight],
     }.items():
         with _ConvDtypes() as backward:
             grads = convolution_backward(y, x, weight, *geometry, precision=None, mask=mask)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import io
 import pickle
 import warnings
@@ -83,6 +85,8 @@ def test_row_30_same_seed_same_weights_and_checkpoints_load(row: Row) -> None:
 def test_positional_arguments_of_kernelbench(row: Row) -> None:
     """The constructors take KernelBench's arguments by position."""
     own = module_arguments(row, 8)
+    if row.chain == "group_norm_silu":  # no problem of KernelBench, and takes eps by its name only
+        del own["eps"]
     keywords = fused_keywords(row, 8, own)
     order = (
         "num_groups",
@@ -130,6 +134,37 @@ def test_bad_keywords(row: Row) -> None:
     failure(lambda: modules(row, padding="same", stride=2))
     if row.has_norm:
         assert "group" in failure(lambda: modules(row, groups=5))[1]
+
+
+@rows
+def test_a_signature_shows_every_keyword(row: Row) -> None:
+    """And so ``skip_init`` serves, and an error tells what there is."""
+    kind, own = getattr(fusedconv, cast(str, row.module)), fused_keywords(row, 8, module_arguments(row, 8))
+    shown = inspect.signature(kind).parameters
+    assert shown.keys() >= {*own, *fusedconv.nn.ConvOptions.__annotations__}
+    assert [p.kind for p in shown.values()][-8:] == [inspect.Parameter.KEYWORD_ONLY] * 8
+    defaults = inspect.signature(nn.Conv2d).parameters
+    for name in fusedconv.nn.ConvOptions.__annotations__:
+        assert shown[name].default == defaults[name.removeprefix("conv_")].default, name
+    skipped = nn.utils.skip_init(kind, 3, 8, 3, **own, padding=1)
+    fused = modules(row, padding=1)[0]
+    skipped.load_state_dict(fused.state_dict(), strict=True)
+    assert torch.equal(skipped(module_input()), fused(module_input()))
+
+    positional = [name for name, p in shown.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    for wrong in (
+        lambda: kind(3, 8, 3, **own, sride=2),
+        lambda: kind(3),
+        lambda: kind(*range(1, len(positional) + 2)),
+        lambda: kind(3, 8, 3, **(own | {"num_groups": 1, "groups": 2})),
+    ):
+        error, text = failure(wrong)
+        assert error is TypeError
+        assert all(name in text for name in (kind.__name__, "conv_groups", *shown)), text
+
+
+def test_a_stray_positional_argument_is_not_the_norms_eps() -> None:
+    assert failure(lambda: fusedconv.ConvGroupNormSiLU(8, 16, 3, 1, 1))[0] is TypeError  # type: ignore[call-arg]
 
 
 @rows
@@ -302,6 +337,17 @@ def instance_forward(m: Any) -> None:
     m.conv.forward = lambda x: plain(x) * 2
 
 
+def compiled_conv(m: Any) -> None:
+    """As ``m.conv.compile()`` with a backend that changes something."""
+    plain = m.conv.forward
+    m.conv._compiled_call_impl = lambda x: plain(x).sin()
+
+
+def instance_call_impl(m: Any) -> None:
+    plain = m.conv._call_impl
+    m.conv._call_impl = lambda x: plain(x).sin()
+
+
 def replaced_weight(m: Any) -> None:
     m.conv.weight = nn.Parameter(m.conv.weight.detach() * 2)
 
@@ -338,8 +384,8 @@ def no_bias_any_more(m: Any) -> None:
 CHANGES = (
     lora, subclass, sequential, pruned, pruned_permanently, old_spectral_norm, new_spectral_norm, weight_norm,
     parametrized, parametrized_bias, forward_hook, forward_pre_hook, backward_hook, backward_pre_hook,
-    instance_forward, replaced_weight, weight_is_a_plain_tensor, bias_is_a_plain_tensor, changed_geometry,
-    padding_becomes_same, padding_becomes_valid, no_bias_any_more,
+    instance_forward, compiled_conv, instance_call_impl, replaced_weight, weight_is_a_plain_tensor,
+    bias_is_a_plain_tensor, changed_geometry, padding_becomes_same, padding_becomes_valid, no_bias_any_more,
 )  # fmt: skip
 
 
@@ -351,6 +397,147 @@ def test_row_30_what_was_done_to_the_conv(row: Row, change: Callable[[nn.Module]
     change(plain)
     for mode in (True, False):  # the old spectral norm moves its vectors in training only
         agree(fused.train(mode), plain.train(mode))
+
+
+PARTS = (nn.Conv2d, nn.GroupNorm)
+
+
+def bent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A patch: the sine, which no norm takes back, of what a conv or a norm gives."""
+
+    @functools.wraps(function)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        is_other = isinstance(args[0], nn.Module) and not isinstance(args[0], PARTS)
+        return result if is_other else result.sin()
+
+    return patched
+
+
+def bent_weight(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A patch of attribute access."""
+
+    @functools.wraps(function)
+    def patched(self: nn.Module, name: str) -> Any:
+        result = function(self, name)
+        return (8 * result).sin() if name == "weight" and isinstance(self, PARTS) else result
+
+    return patched
+
+
+def bent_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def patched(self: nn.Module, name: str) -> Any:
+        result = function(self, name)
+        is_part = name == "forward" and isinstance(self, PARTS)
+        return (lambda x: result(x).sin()) if is_part else result
+
+    return patched
+
+
+PATCHES: list[tuple[Any, str, Callable[..., Any]]] = [
+    *[(nn.Conv2d, name, bent) for name in ("forward", "_conv_forward", "__call__", "_call_impl")],
+    *[(nn.GroupNorm, name, bent) for name in ("forward", "__call__", "_call_impl")],
+    *[(nn.Module, name, bent) for name in ("__call__", "_call_impl")],
+    *[(F, name, bent) for name in ("conv2d", "group_norm")],
+    (torch, "group_norm", bent),
+    (nn.Module, "__getattr__", bent_weight),
+    (nn.Conv2d, "__getattr__", bent_weight),
+    (nn.GroupNorm, "__getattribute__", bent_forward),
+    (nn.Module, "__getattribute__", bent_forward),
+]
+
+
+def patch_part(
+    monkeypatch: pytest.MonkeyPatch, row: Row, owner: Any, name: str, patch: Callable[..., Any]
+) -> tuple[nn.Module, nn.Module]:
+    """The models of a row, whose parts the patch concerns."""
+    if not row.has_norm and (owner is nn.GroupNorm or name == "group_norm"):
+        pytest.skip("the model has no norm")
+    fused, plain = modules(row)
+    before = plain(module_input())
+    monkeypatch.setattr(owner, name, patch(getattr(owner, name)))
+    assert not torch.allclose(plain(module_input()), before, atol=0.1), "the patch changes nothing"
+    return fused, plain
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "patch"), PATCHES, ids=[f"{owner.__name__}.{name}" for owner, name, _ in PATCHES]
+)
+@rows
+def test_row_30_what_was_done_to_the_classes(
+    row: Row, owner: Any, name: str, patch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Extensions patch the class of the conv, or what it calls; gone, the operator with the conv is back."""
+    fused, plain = patch_part(monkeypatch, row, owner, name, patch)
+    agree(fused, plain)
+    monkeypatch.undo()
+    assert cast(Any, fused)._operator == row.conv
+    agree(fused, plain)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (nn.Conv2d, "forward"),
+        (nn.Module, "_call_impl"),
+        (F, "conv2d"),
+        (nn.GroupNorm, "forward"),
+        (F, "group_norm"),
+    ],
+)
+def test_row_30_a_patched_class_is_compiled_and_exported(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the plain model is."""
+    row = next(row for row in CONV_ROWS if row.chain == "group_norm_silu")
+    models = patch_part(monkeypatch, row, owner, name, bent)
+    x = module_input()
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        *[torch.compile(model, backend="eager", fullgraph=True)(x) for model in models], rtol=2e-5, atol=2e-5
+    )
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        *[torch.export.export(model, (x,), strict=False).module()(x) for model in models],
+        rtol=2e-5,
+        atol=2e-5,
+    )
+
+
+PATCHED_BEFORE = """
+import functools
+import torch
+from torch import nn
+
+original = {}
+for kind, name in ((nn.Conv2d, "forward"), (nn.GroupNorm, "forward"), (nn.functional, "conv2d")):
+    def patch(function):
+        @functools.wraps(function)
+        def patched(*args, **kwargs):
+            return function(*args, **kwargs).sin()
+        return patched
+    original[kind, name] = getattr(kind, name)
+    setattr(kind, name, patch(getattr(kind, name)))
+
+from chains_table import CONV_ROWS, module_input, modules
+
+for row in CONV_ROWS:
+    fused, plain = modules(row)
+    assert fused._operator != row.conv
+    torch.testing.assert_close(fused(module_input()), plain(module_input()), rtol=2e-5, atol=2e-5)
+for (kind, name), function in original.items():
+    setattr(kind, name, function)
+for row in CONV_ROWS:
+    fused, plain = modules(row)
+    assert fused._operator == row.conv
+    torch.testing.assert_close(fused(module_input()), plain(module_input()), rtol=2e-5, atol=2e-5)
+print("right")
+"""
+
+
+def test_row_30_a_class_that_was_patched_before_the_import() -> None:
+    assert "right" in new_process(PATCHED_BEFORE)
 
 
 def norm_hook(m: Any) -> None:
@@ -525,6 +712,46 @@ def test_from_modules(row: Row) -> None:
         assert getattr(taken, part) is getattr(plain, part)
     agree(taken, plain)
     assert list(taken.state_dict()) == list(fused.state_dict())
+
+
+class NormInside(nn.Module):
+    """Something around the norm, as LoRA is around a conv."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(x))
+
+
+def test_from_modules_warns_once_where_nothing_is_fused(caplog: pytest.LogCaptureFixture) -> None:
+    """What is called by itself is logged; a norm that has nothing of a GroupNorm may be a mistake."""
+    caplog.set_level("INFO", logger="fusedconv")
+    fusedconv.nn._tell_once.cache_clear()
+    conv, silu = nn.Conv2d(8, 16, 3), fusedconv.ConvGroupNormSiLU
+    for norm in (nn.BatchNorm2d(16), nn.Linear(9, 9)):
+        with pytest.warns(UserWarning, match="nothing is fused") as caught:
+            assert [silu.from_modules(conv, cast(Any, norm)) for _ in range(2)]
+        (warning,) = caught
+        assert warning.filename == __file__
+        assert type(norm).__name__ in str(warning.message)
+        assert str(warning.message) == caplog.messages[-1]
+    assert len(caplog.messages) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        silu.from_modules(conv, nn.GroupNorm(2, 16, affine=False))
+        assert len(caplog.messages) == 2
+        silu.from_modules(conv, cast(Any, NormInside()))
+        silu.from_modules(cast(Any, LoRA(conv)), nn.GroupNorm(2, 16))
+        one = torch.ones(1)
+        fusedconv.ConvBiasScaleSigmoidGroupNorm.from_modules(conv, one, one, cast(Any, nn.BatchNorm2d(16)))
+    called = [(message.split()[1], message.split()[-3]) for message in caplog.messages[2:]]
+    assert called == [
+        ("group_norm", "nothing"),
+        ("conv", "group_norm_silu"),
+        ("group_norm", "bias_scale_sigmoid"),
+    ]
 
 
 @rows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, randn
-from helpers import BOUNDS, SIZES, assert_close, check_chain, check_conv, double, same_bits
+from helpers import BOUNDS, SIZES, assert_close, check_chain, check_conv, double, new_process, same_bits
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
@@ -401,3 +401,63 @@ def test_scale_and_bias_of_one_element(row: Row) -> None:
         own = draw_own(row, 6, gen)
         own |= {name: randn(gen, *shape) for name in ("bias", "scale") if name in own}
         check_chain(row, v, own)
+
+
+# ---- PyTorch's own switches ----------------------------------------------------------------------
+
+SWITCHES = """
+import sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from fusedconv._conv import convolution, convolution_backward
+
+
+class Asked(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "convolution" in func.__name__ or "bmm" in func.__name__:
+            seen.append((func.__name__.partition(".")[0], args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def turn(on):
+    if switch != "none":
+        backend, _, op = switch.partition(".")
+        torch._C._set_fp32_precision_setter(backend, op, "bf16" if on else "none")
+
+
+switch = sys.argv[1]
+if switch == "legacy":
+    torch.set_float32_matmul_precision("medium")
+else:
+    turn(on=True)
+x, weight, bias = torch.randn(2, 6, 9, 9), torch.randn(8, 3, 3, 3), torch.randn(8)
+geometry = [1, 1], [1, 1], [1, 1], 2
+exact = torch.conv2d(x.double(), weight.double(), bias.double(), *geometry)
+for precision in ("ieee", "default", None):
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        seen = []
+        with Asked():
+            leaves = x.to(dtype), weight.to(dtype)
+            y = convolution(*leaves, bias.to(dtype), *geometry, precision=precision)
+            grads = convolution_backward(y, *leaves, *geometry, precision=precision, mask=[True, True, True])
+        asked = {d for name, d in seen}
+        if precision == "ieee" and dtype is torch.float32:
+            assert asked == {torch.float64}, seen
+            assert not any("convolution" in name for name, _ in seen), seen
+            assert (y - exact).norm() < 1e-7 * exact.norm()
+        elif dtype is torch.float16:  # what we widen is nobody's to round
+            assert torch.float32 not in asked, seen
+        else:
+            assert asked == {dtype} and all("convolution" in name for name, _ in seen), seen
+print("right")
+"""
+SWITCH_NAMES = ("legacy", "none", "generic.all", "mkldnn.all", "mkldnn.conv", "mkldnn.matmul")
+
+
+@pytest.mark.parametrize("switch", SWITCH_NAMES)
+def test_no_switch_of_pytorch_reaches_an_exact_conv(switch: str) -> None:
+    """Not every machine rounds when it is told to, so what is asked of PyTorch is looked at."""
+    if switch not in ("legacy", "none") and not hasattr(torch._C, "_set_fp32_precision_setter"):
+        pytest.skip("torch 2.9 brought this switch")
+    environment = {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16"} if switch == "none" else None
+    assert new_process(SWITCHES, switch, environment=environment).strip() == "right"

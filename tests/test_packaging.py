@@ -241,3 +241,70 @@ def test_row_31_the_extension_stands_alone() -> None:
         print("alone")
     """
     assert "alone" in new_process(code)
+
+
+INTERRUPTED = """
+import importlib
+import logging
+from importlib.machinery import SourceFileLoader
+import torch
+
+interrupted = set()
+execute, define = SourceFileLoader.exec_module, torch.library.Library.define
+
+def interrupt_once(*place):
+    if place not in interrupted:
+        interrupted.add(place)
+        raise KeyboardInterrupt(place)
+
+def interrupted_execute(self, module):
+    is_ours = module.__name__.startswith("fusedconv")
+    if is_ours:
+        interrupt_once("before", module.__name__)
+    execute(self, module)
+    if is_ours:
+        interrupt_once("after", module.__name__)
+
+def interrupted_define(self, schema, *args, **options):
+    if self.ns == "fusedconv" and "backward" in schema:
+        interrupt_once("at", schema)
+    return define(self, schema, *args, **options)
+
+SourceFileLoader.exec_module, torch.library.Library.define = interrupted_execute, interrupted_define
+while True:
+    try:
+        import fusedconv
+        break
+    except KeyboardInterrupt:
+        pass
+assert interrupted >= {("before", "fusedconv._register"), ("after", "fusedconv._register")}, interrupted
+assert len([place for place, _ in interrupted if place == "at"]) > 5, interrupted
+SourceFileLoader.exec_module = execute
+for _ in range(2):
+    assert len(logging.getLogger("fusedconv").handlers) == 1
+    model = fusedconv.ConvGroupNormSiLU(3, 8, 3, num_groups=2)
+    model(torch.rand(1, 3, 30, 30)).sum().backward()
+    assert fusedconv.explain(model, torch.rand(1, 3, 30, 30)).path == "direct"
+    importlib.reload(fusedconv)
+print("imported")
+"""
+
+
+def test_an_import_that_was_interrupted_can_be_tried_again() -> None:
+    """Once before and once after each of our modules, and in the middle of the operators; a reload is no matter."""
+    assert "imported" in new_process(INTERRUPTED, environment={"FUSEDCONV_LOG": "info"})
+
+
+def test_no_metadata_is_needed() -> None:
+    """Programs that are packed into one file, and layers of containers, leave it out."""
+    code = """
+        import importlib.metadata
+
+        def absent(name):
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        importlib.metadata.distribution = absent
+        import fusedconv
+        print(fusedconv.__version__, fusedconv.show_config().split()[1])
+    """
+    assert new_process(code).split() == [fusedconv.__version__] * 2

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, randn
-from helpers import check_chain, check_conv, failure
+from fusedconv import _C
+from helpers import check_chain, check_conv, denormals, failure, flushing_denormals
 
 INF, NAN = math.inf, math.nan
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
@@ -80,6 +81,61 @@ def test_extreme_values_of_the_pointwise_functions(row: Row) -> None:
     )
     for part in (v, v[..., :12].contiguous(), v[..., 12:22].contiguous()):
         as_pytorch(row.chain_op(part, own), row.plain_chain(part, own))
+
+
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """By the kernels: the chain without a step."""
+    codes = {torch.float32: _C.FLOAT32, torch.bfloat16: _C.BFLOAT16, torch.float16: _C.FLOAT16}
+    y = torch.empty_like(x, dtype=dtype)
+    forms = [(codes[t.dtype], tuple(t.shape), t.stride()) for t in (x, y)]
+    numbers = (0, 0.0, (1, 1), -INF, INF)
+    launch = _C.Launch("identity", [("input", codes[x.dtype])], forms[0], None, numbers, forms[1])
+    launch.on_cpu([x.data_ptr()], y.data_ptr(), 0, 1)
+    return y
+
+
+def bits(t: Tensor) -> Tensor:
+    """All NaN are one."""
+    return t.masked_fill(t.isnan(), NAN).view({2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@formats
+def test_every_half_value_is_converted_exactly(
+    layout: torch.memory_format, half: torch.dtype, flushes: bool
+) -> None:
+    """All 65,536 of them, there and back, whether this thread flushes denormals or not."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(half).view(2, 32, 32, 32)
+    every = every.contiguous(memory_format=layout)
+    wide = every.float()
+    with flushing_denormals(flushes):
+        widened, narrowed = converted(every, torch.float32), converted(wide, half)
+    assert torch.equal(bits(widened), bits(wide))
+    assert torch.equal(bits(narrowed), bits(every))
+    all_ones = torch.full((1, 8, 3, 5), -1, dtype=torch.int32).view(torch.float32)
+    assert converted(all_ones, half).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@all_rows
+def test_flushing_denormals_changes_no_more_than_in_eager(row: Row, dtype: torch.dtype) -> None:
+    """Forward, and the gradient of v. PyTorch flushes bfloat16's denormals, which are float32's, and not float16's."""
+    torch.set_num_threads(1)  # PyTorch's own threads do not flush
+    gen = generator(row.chain, "flush", dtype)
+    own = draw_own(row, 16, gen, dtype=dtype)
+    v = denormals(randn(gen, 2, 16, 32, 32), dtype).requires_grad_()
+
+    def run(flushes: bool) -> list[Tensor]:
+        with flushing_denormals(flushes):
+            values = [chain(v, own) for chain in (row.plain_chain, row.chain_op)]
+            return [bits(t) for y in values for t in (y.detach(), *torch.autograd.grad(y.float().sum(), v))]
+
+    plain, plain_grad, ours, ours_grad = (a == b for a, b in zip(run(False), run(True), strict=True))
+    assert (ours | ~plain).all()
+    assert (ours_grad | ~plain_grad).all()
+    if dtype is torch.float16:
+        assert plain.all()
 
 
 @formats

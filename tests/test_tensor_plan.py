@@ -1,4 +1,7 @@
-"""How the CUDA kernels cut a tensor, checked without a GPU: the plan is plain C++."""
+"""How the CUDA kernels cut a tensor or a conv, checked without a GPU: the plans are plain C++.
+
+They are compiled with checks of undefined behaviour: a size that wraps ends the program.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,38 @@ import pytest
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 HERE = Path(__file__).parent
+CUDA = HERE.parent / "csrc" / "cuda"
+CHECKS = ("-fsanitize=undefined,float-cast-overflow", "-fno-sanitize-recover=all")
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
+    pytest.mark.skipif(not CUDA.is_dir(), reason="the sources are not here"),
+]
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.skipif(not (HERE.parent / "csrc").is_dir(), reason="the sources are not here")
-def test_plans_of_random_shapes(tmp_path: Path) -> None:
-    program = tmp_path / "plan"
-    source = HERE / "tensor_plan.cpp"
-    subprocess.run([str(COMPILER), "-std=c++17", "-O2", "-o", program, source], check=True)
-    found = subprocess.run([program, "100000"], capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
+def run(folder: Path, *sources: Path, calls: int = 0) -> str:
+    """Compiles a program, has it plan random calls, and gives what it prints."""
+    program = folder / "plan"
+    options = ["-std=c++17", "-O1", "-g1", *CHECKS, "-DFUSEDCONV_HAS_SM90A"]
+    subprocess.run([str(COMPILER), *options, "-o", program, *sources], check=True)
+    found = subprocess.run([program, str(calls)], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def test_arithmetic_on_sizes(tmp_path: Path) -> None:
+    run(tmp_path, HERE / "checked.cpp")
+
+
+def test_plans_of_tensors(tmp_path: Path) -> None:
+    """Each value is read once, and what a block keeps fits; sizes whose products do not fit in 64 bits included."""
+    run(tmp_path, HERE / "tensor_plan.cpp", calls=100_000)
+
+
+def test_plans_of_convs(tmp_path: Path) -> None:
+    """Nothing wraps for any stride, padding, dilation or size; memory is bounded by input and output."""
+    sources = (HERE / "conv_plan.cpp", CUDA / "conv_plan.cpp", CUDA / "conv_cut.cpp")
+    printed = run(tmp_path, *sources, calls=300_000)
+    ours, two_step, _ = map(int, printed.split())
+    assert ours > 10_000
+    assert two_step > 10_000

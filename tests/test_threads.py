@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, module_input, modules, randn
-from helpers import new_process, same_bits
+from forks import CASES
+from helpers import denormals, flushing_denormals, new_process, same_bits
 
 rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 fork_exists = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -36,6 +37,33 @@ def test_row_25_any_number_of_threads_gives_the_same_bits(row: Row) -> None:
                 results[-1].append(row.conv_op(x, weight, None, own))
         for result in results[1:]:
             assert all(same_bits(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
+def test_row_25_all_threads_flush_denormals_as_the_caller_does(row: Row, dtype: torch.dtype) -> None:
+    """PyTorch sets the mode of the calling thread alone. Gradients in float32: those of others are PyTorch's work."""
+    gen = generator(row.chain, "flush", dtype)
+    own = draw_own(row, 16, gen, dtype=dtype)
+    v = denormals(randn(gen, 2, 16, 64, 64), dtype)
+    x, weight = denormals(randn(gen, 2, 3, 64, 64), torch.float32), randn(gen, 16, 3, 3, 3)
+
+    def run(threads: int) -> list[torch.Tensor]:
+        torch.set_num_threads(threads)
+        if dtype is not torch.float32:
+            return [row.chain_op(v, own)]
+        leaves = [v.requires_grad_(), x.requires_grad_()]
+        values = [row.chain_op(v, own)]
+        if row.module:
+            values.append(row.conv_op(x, weight, None, own))
+        gradients = [torch.autograd.grad(y.sum(), leaf)[0] for y, leaf in zip(values, leaves, strict=False)]
+        return [*(y.detach() for y in values), *gradients]
+
+    run(2)  # a thread starts with the mode of the one that starts it
+    with flushing_denormals():
+        alone, *others = [run(threads) for threads in (1, *[2] * 10)]
+    for result in others:
+        assert all(same_bits(a, b) for a, b in zip(result, alone, strict=True))
 
 
 RESPECTED = """
@@ -191,6 +219,18 @@ def test_row_24_import_then_fork() -> None:
     """
     lines = new_process(code, timeout=120).split("\n")
     assert lines[0] == lines[1] != ""
+
+
+@fork_exists
+@pytest.mark.parametrize("case", CASES)
+def test_row_24_children_use_threads(case: str) -> None:
+    """Whatever ran before the fork, and in whichever thread: no hang, one thread's bits, and work for two."""
+    code = "import forks, sys; print(forks.CASES[sys.argv[1]]())"
+    numpys_threads = 2 if "numpy" in case else 1  # with one, a process that ran nothing has a single thread
+    environment = {"OPENBLAS_NUM_THREADS": str(numpys_threads)}
+    same, share = new_process(code, case, environment=environment, timeout=120).split()
+    assert same == "True"
+    assert float(share) > 0.1, "other threads did no work"
 
 
 EXIT = """

@@ -26,8 +26,8 @@ struct NormGradient {
 struct NoNorm {
   static constexpr bool kNeedsStatistics = false;
 
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, const Channel<T>&) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, const Channel<T, P>&) {
     return x;
   }
 
@@ -40,8 +40,8 @@ struct NoNorm {
 struct GroupNorm {
   static constexpr bool kNeedsStatistics = true;
 
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, const Channel<T>& channel) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, const Channel<T, P>& channel) {
     return (x - channel.mean) * channel.norm_scale + channel.norm_shift;
   }
 
@@ -80,20 +80,20 @@ struct Chain {
       Chain<std::conditional_t<Post::kReadsConv, Pre, typename Start::Rest>, Norm, Post, Reduce, Final>;
 
   // Pre(v) from what was kept.
-  template <class X, class T>
-  static FUSEDCONV_INLINE X before_norm(X kept, const Channel<T>& channel) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X before_norm(X kept, const Channel<T, P>& channel) {
     return kKeepsConv ? Pre::value(kept, kept, channel) : kept;
   }
 
   // Everything up to the reduction, from the conv's output.
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X v, const Channel<T>& channel) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X v, const Channel<T, P>& channel) {
     return Post::value(Norm::value(Pre::value(v, v, channel), channel), v, channel);
   }
 
   // The same from what was kept.
-  template <class X, class T>
-  static FUSEDCONV_INLINE X pointwise(X kept, const Channel<T>& channel) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X pointwise(X kept, const Channel<T, P>& channel) {
     return Post::value(Norm::value(before_norm(kept, channel), channel), kept, channel);
   }
 };

@@ -20,13 +20,15 @@ FUSEDCONV_INLINE To bit_cast(From from) {
 
 FUSEDCONV_INLINE float from_bfloat16(uint16_t bits) { return bit_cast<float>(uint32_t(bits) << 16); }
 
-// The exponent is moved by a multiplication, which also turns half's subnormals into float's normal numbers.
+// The exponent is moved by normal numbers only, which no thread flushes to zero: by 224, so that infinity and
+// NaN are float's, and back by 112. Then a subnormal half has come out as (1 + f) 2^-15 where f 2^-14 is
+// meant, and only for those is twice the value less 2^-14, which is that, the smaller one.
 FUSEDCONV_INLINE float from_float16(uint16_t bits) {
   const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
   const uint32_t magnitude = uint32_t(bits & 0x7fffu) << 13;
-  const bool special = (bits & 0x7c00u) == 0x7c00u;                                        // infinity and NaN
-  const float scaled = bit_cast<float>(magnitude) * bit_cast<float>(uint32_t(239) << 23);  // 2^112
-  return bit_cast<float>((special ? (magnitude | 0x7f800000u) : bit_cast<uint32_t>(scaled)) | sign);
+  const float normal = bit_cast<float>(magnitude + (uint32_t(224) << 23)) * 0x1p-112f;
+  const float subnormal = 2.0f * normal - 0x1p-14f;
+  return bit_cast<float>(bit_cast<uint32_t>(subnormal < normal ? subnormal : normal) | sign);
 }
 
 // A channel's value in the compute type. Kernels ask once a channel, a row or a tile, so a switch will do.

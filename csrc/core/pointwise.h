@@ -13,16 +13,16 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// The parameters of one channel, in the compute type.
-template <class T>
+// The parameters of one channel, in the compute type T; or, where P is a vector, of one channel a lane.
+template <class T, class P = T>
 struct Channel {
-  T bias;
-  T scale;
-  T mean;        // GroupNorm is (x - mean) * norm_scale + norm_shift: the subtraction comes first, so that
-  T norm_scale;  // a mean much larger than the deviation costs no digits
-  T norm_shift;
-  T clamp_min;
-  T clamp_max;
+  P bias;
+  P scale;
+  P mean;        // GroupNorm is (x - mean) * norm_scale + norm_shift: the subtraction comes first, so that
+  P norm_scale;  // a mean much larger than the deviation costs no digits
+  P norm_shift;
+  P clamp_min;
+  P clamp_max;
 };
 
 // Gradients at one place of what stages read besides x.
@@ -47,8 +47,8 @@ struct ChannelStage : Stage {
 struct AddBias : ChannelStage {
   static constexpr bool kIsAffine = true;
 
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>& channel) {
     return x + channel.bias;
   }
 
@@ -67,8 +67,8 @@ struct AddBias : ChannelStage {
 struct MultiplyScale : ChannelStage {
   static constexpr bool kIsAffine = true;
 
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>& channel) {
     return x * channel.scale;
   }
 
@@ -86,8 +86,8 @@ struct MultiplyScale : ChannelStage {
 };
 
 struct Relu : Stage {
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>&) {
     return relu<T>(x);
   }
 
@@ -100,8 +100,8 @@ struct Relu : Stage {
 
 // x * relu6(x + 3) / 6; in this order it does not overflow.
 struct Hardswish : Stage {
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>&) {
     return x * hardsigmoid<T>(x);
   }
 
@@ -116,8 +116,8 @@ struct Hardswish : Stage {
 
 // Hardswish where |x| <= 3 is known, as after tanh: neither bound of relu6 is ever met.
 struct HardswishInside : Stage {
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>&) {
     return x * (x * T(1.0 / 6.0) + T(0.5));
   }
 
@@ -140,15 +140,15 @@ struct ScaleToSigmoid : Stage {
 };
 
 struct ScaledSigmoid : Stage {
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>&) {
     return reciprocal(X(1) + exp2(x));
   }
 };
 
 struct Sigmoid : Stage {
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>&) {
     return sigmoid(x);
   }
 
@@ -161,8 +161,8 @@ struct Sigmoid : Stage {
 
 // x * sigmoid(x)
 struct Silu : Stage {
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>&) {
     return x * sigmoid(x);
   }
 
@@ -174,8 +174,8 @@ struct Silu : Stage {
 };
 
 struct Tanh : Stage {
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>&) {
     return tanh(x);
   }
 
@@ -190,8 +190,8 @@ struct Tanh : Stage {
 struct AddConv : Stage {
   static constexpr bool kReadsConv = true;
 
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X v, const Channel<T>&) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X v, const Channel<T, P>&) {
     return x + v;
   }
 
@@ -204,8 +204,8 @@ struct AddConv : Stage {
 
 // torch.clamp: the upper bound wins where the bounds cross, NaN stays, and a NaN bound makes everything NaN.
 struct Clamp : ChannelStage {
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>& channel) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>& channel) {
     const X low = X{} + channel.clamp_min;
     const X high = X{} + channel.clamp_max;
     const X raised = select(x >= low, x, low);
@@ -229,8 +229,8 @@ struct Sequence;
 
 template <>
 struct Sequence<> : Stage {
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X, const Channel<T>&) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>&) {
     return x;
   }
 
@@ -245,8 +245,8 @@ struct Sequence<First, Rest...> {
   static constexpr bool kReadsChannel = First::kReadsChannel || Sequence<Rest...>::kReadsChannel;
   static constexpr bool kReadsConv = First::kReadsConv || Sequence<Rest...>::kReadsConv;
 
-  template <class X, class T>
-  static FUSEDCONV_INLINE X value(X x, X v, const Channel<T>& channel) {
+  template <class X, class T, class P>
+  static FUSEDCONV_INLINE X value(X x, X v, const Channel<T, P>& channel) {
     return Sequence<Rest...>::value(First::value(x, v, channel), v, channel);
   }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "../core/checked.h"
 #include "../core/target.h"
 #include "memory.h"
 
@@ -13,7 +14,8 @@ inline namespace FUSEDCONV_TARGET {
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(int64_t count) : data_(static_cast<T*>(allocate_aligned(size_t(count) * sizeof(T)))) {}
+  explicit Buffer(Checked count)
+      : data_(static_cast<T*>(allocate_aligned(size_t((count * int64_t(sizeof(T))).value())))) {}
   ~Buffer() { free_aligned(data_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;

@@ -17,35 +17,58 @@ struct Taps {
   int64_t count;
 };
 
+// Weights of a few channels side by side: to[tap][channel], zeros where there are fewer than a block has. A
+// tap has three places, and the channels and the places lie in strides.
+template <class T>
+void pack_block(const T* from, int64_t channel_stride, int64_t channels, const int64_t (&stride)[3],
+                const int64_t (&size)[3], T* to) {
+  for (int64_t i = 0; i < size[0]; ++i) {
+    for (int64_t j = 0; j < size[1]; ++j) {
+      const T* row = from + i * stride[0] + j * stride[1];
+      for (int64_t k = 0; k < size[2]; ++k, row += stride[2], to += kBlockChannels) {
+        for (int64_t c = 0; c < kBlockChannels; ++c) to[c] = c < channels ? row[c * channel_stride] : T(0);
+      }
+    }
+  }
+}
+
+// So many products are summed one after the other. A sum rounds each to the last place of what it has become:
+// sums of few, added up, stay nearer to the products than one long sum, and the bias, which may be much
+// larger than all of them, comes last.
+constexpr int64_t kSumTaps = 64;
+
 // out[c][pixel] = bias[c] + sum over taps of weight[tap][c] * pixels[offset[tap] + pixel], for the block's
 // channels.
 template <int kVectors, class T>
 void multiply_block(const T* input, const int64_t* offset, int64_t taps, const T* weight, const T* bias,
                     T* out, int64_t out_stride, int64_t channels) {
   constexpr int kWidth = kLanes<T>;
-  Vector<T> sum[kBlockChannels][kVectors];
+  for (int64_t first = 0; first < taps; first += kSumTaps) {
+    const int64_t end = smaller(taps, first + kSumTaps);
+    Vector<T> sum[kBlockChannels][kVectors]{};
+    for (int64_t tap = first; tap < end; ++tap) {
+      const T* pixels = input + offset[tap];
+      Vector<T> x[kVectors];
+#pragma GCC unroll 6
+      for (int j = 0; j < kVectors; ++j) x[j] = load(pixels + j * kWidth);
 #pragma GCC unroll 4
-  for (int c = 0; c < kBlockChannels; ++c) {
+      for (int c = 0; c < kBlockChannels; ++c) {
+        const Vector<T> w = broadcast(weight[tap * kBlockChannels + c]);
 #pragma GCC unroll 6
-    for (int j = 0; j < kVectors; ++j) sum[c][j] = broadcast(bias[c]);
-  }
-  for (int64_t tap = 0; tap < taps; ++tap) {
-    const T* pixels = input + offset[tap];
-    Vector<T> x[kVectors];
-#pragma GCC unroll 6
-    for (int j = 0; j < kVectors; ++j) x[j] = load(pixels + j * kWidth);
+        for (int j = 0; j < kVectors; ++j) sum[c][j] += w * x[j];
+      }
+    }
 #pragma GCC unroll 4
     for (int c = 0; c < kBlockChannels; ++c) {
-      const Vector<T> w = broadcast(weight[tap * kBlockChannels + c]);
+      if (c >= channels) break;
+      const Vector<T> last = end == taps ? broadcast(bias[c]) : Vector<T>{};
 #pragma GCC unroll 6
-      for (int j = 0; j < kVectors; ++j) sum[c][j] += w * x[j];
+      for (int j = 0; j < kVectors; ++j) {
+        T* to = out + c * out_stride + j * kWidth;
+        const Vector<T> before = first > 0 ? load(to) : Vector<T>{};
+        store(to, (before + sum[c][j]) + last);
+      }
     }
-  }
-#pragma GCC unroll 4
-  for (int c = 0; c < kBlockChannels; ++c) {
-    if (c >= channels) return;
-#pragma GCC unroll 6
-    for (int j = 0; j < kVectors; ++j) store(out + c * out_stride + j * kWidth, sum[c][j]);
   }
 }
 

@@ -67,15 +67,15 @@ ConvGradients<T>::ConvGradients(const ConvBackward& problem, const Source<T>& so
     : problem_(problem),
       channels_(source.channels),
       in_channels_(problem.conv.weight.size[1]),
-      taps_(in_channels_ * problem.conv.weight.size[2] * problem.conv.weight.size[3]),
+      taps_((Checked(in_channels_) * problem.conv.weight.size[2] * problem.conv.weight.size[3]).value()),
       cols_(source.cols),
       pitch_(source.pitch),
-      reach_{(problem.conv.weight.size[2] - 1) * problem.conv.dilation[0],
-             (problem.conv.weight.size[3] - 1) * problem.conv.dilation[1]},
+      reach_{(Checked(problem.conv.weight.size[2] - 1) * problem.conv.dilation[0]).value(),
+             (Checked(problem.conv.weight.size[3] - 1) * problem.conv.dilation[1]).value()},
       plane_(source.plane(band_rows + reach_[0])),
       input_plane_(source.plane(band_rows)),
-      kernel_taps_(channels_ * problem.conv.weight.size[2] * problem.conv.weight.size[3]),
-      weight_(round_up(in_channels_, kBlockChannels) * kernel_taps_),
+      kernel_taps_((Checked(channels_) * problem.conv.weight.size[2] * problem.conv.weight.size[3]).value()),
+      weight_(Checked(round_up(in_channels_, kBlockChannels)) * kernel_taps_),
       no_bias_(round_up(in_channels_, kBlockChannels)),
       offset_(kernel_taps_) {
   pack_weight();
@@ -85,18 +85,12 @@ ConvGradients<T>::ConvGradients(const ConvBackward& problem, const Source<T>& so
 template <class T>
 void ConvGradients<T>::pack_weight() {
   const Tensor& weight = problem_.conv.weight;
-  for (int64_t i = 0; i < round_up(in_channels_, kBlockChannels); ++i) {
-    no_bias_[i] = T(0);
-    const bool exists = i < in_channels_;
-    T* to = weight_.data() + i / kBlockChannels * kBlockChannels * kernel_taps_ + i % kBlockChannels;
-    const T* from = static_cast<const T*>(weight.data) + i * weight.stride[1];
-    for (int64_t c = 0; c < channels_; ++c) {
-      for (int64_t kh = 0; kh < weight.size[2]; ++kh) {
-        for (int64_t kw = 0; kw < weight.size[3]; ++kw, to += kBlockChannels) {
-          *to = exists ? from[c * weight.stride[0] + kh * weight.stride[2] + kw * weight.stride[3]] : T(0);
-        }
-      }
-    }
+  for (int64_t i = 0; i < round_up(in_channels_, kBlockChannels); ++i) no_bias_[i] = T(0);
+  for (int64_t i = 0; i < in_channels_; i += kBlockChannels) {
+    pack_block(static_cast<const T*>(weight.data) + i * weight.stride[1], weight.stride[1],
+               smaller(kBlockChannels, in_channels_ - i),
+               {weight.stride[0], weight.stride[2], weight.stride[3]},
+               {channels_, weight.size[2], weight.size[3]}, weight_.data() + i * kernel_taps_);
   }
 }
 

@@ -1,5 +1,7 @@
 #include "conv_source.h"
 
+#include "convert.h"
+
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 template <class T>
@@ -21,8 +23,8 @@ ConvSource<T>::ConvSource(const Tensor& input, const Conv& conv, const Axis& ver
       vertical_(vertical),
       horizontal_(horizontal),
       in_channels_(conv.weight.size[1]),
-      taps_(in_channels_ * vertical.kernel * horizontal.kernel),
-      weight_(round_up(this->channels, kBlockChannels) * taps_),
+      taps_((Checked(in_channels_) * vertical.kernel * horizontal.kernel).value()),
+      weight_(Checked(round_up(this->channels, kBlockChannels)) * taps_),
       bias_(round_up(this->channels, kBlockChannels)),
       packed_offset_(taps_),
       input_offset_(taps_) {
@@ -34,17 +36,13 @@ void ConvSource<T>::pack_weight() {
   const Tensor& weight = conv_.weight;
   const int64_t padded_channels = round_up(this->channels, kBlockChannels);
   for (int64_t c = 0; c < padded_channels; ++c) {
-    const bool exists = c < this->channels;
-    bias_[c] = exists ? value_of<T>(conv_.bias, c) : T(0);
-    T* to = weight_.data() + c / kBlockChannels * kBlockChannels * taps_ + c % kBlockChannels;
-    const T* from = static_cast<const T*>(weight.data) + c * weight.stride[0];
-    for (int64_t i = 0; i < in_channels_; ++i) {
-      for (int64_t kh = 0; kh < vertical_.kernel; ++kh) {
-        for (int64_t kw = 0; kw < horizontal_.kernel; ++kw, to += kBlockChannels) {
-          *to = exists ? from[i * weight.stride[1] + kh * weight.stride[2] + kw * weight.stride[3]] : T(0);
-        }
-      }
-    }
+    bias_[c] = c < this->channels ? value_of<T>(conv_.bias, c) : T(0);
+  }
+  for (int64_t c = 0; c < this->channels; c += kBlockChannels) {
+    pack_block(static_cast<const T*>(weight.data) + c * weight.stride[0], weight.stride[0],
+               smaller(kBlockChannels, this->channels - c),
+               {weight.stride[1], weight.stride[2], weight.stride[3]},
+               {in_channels_, vertical_.kernel, horizontal_.kernel}, weight_.data() + c * taps_);
   }
 }
 
@@ -66,11 +64,11 @@ void ConvSource<T>::set_offsets(const Buffer<int64_t>& offset, int64_t channel_s
 template <class T>
 int64_t ConvSource<T>::prepare(int64_t tile_rows) {
   packed_rows_ = tile_rows + vertical_.reach();
-  const int64_t packed_channel = vertical_.phases() * horizontal_.phases() * packed_rows_ * this->pitch;
-  set_offsets(packed_offset_, packed_channel);
+  packed_channel_ = (Checked(vertical_.phases()) * horizontal_.phases() * packed_rows_ * this->pitch).value();
+  set_offsets(packed_offset_, packed_channel_);
   set_offsets(input_offset_, input_.stride[1]);
   // The last vectors of the last plane read past its end: by the taps' reach, and to a whole vector.
-  return in_channels_ * packed_channel + horizontal_.reach() + kLanes<T>;
+  return (Checked(in_channels_) * packed_channel_ + horizontal_.reach() + kLanes<T>).value();
 }
 
 template <class T>
@@ -90,32 +88,31 @@ void ConvSource<T>::pack(const Place& place, T* packed) const {
   const Axis v = vertical_;
   const Axis h = horizontal_;
   const T* from = static_cast<const T*>(input_.data) + place.sample * input_.stride[0];
-  for (int64_t i = 0; i < in_channels_; ++i) {
-    for (int64_t v_phase = 0; v_phase < v.phases(); ++v_phase) {
-      for (int64_t h_phase = 0; h_phase < h.phases(); ++h_phase) {
-        // Packed column x is input column x * stride + h_phase - padding; from `begin` to `end` it exists.
-        const int64_t first = h_phase - h.padding;
-        const int64_t begin = smaller(this->pitch, first < 0 ? ceil_div(-first, h.stride) : 0);
-        const int64_t end =
-            larger(begin, smaller(this->pitch, ceil_div(larger(h.size - first, 0), h.stride)));
-        for (int64_t r = 0; r < packed_rows_; ++r, packed += this->pitch) {
-          const int64_t in_row = (place.row + r) * v.stride + v_phase - v.padding;
-          const bool exists = r < place.rows + v.reach() && in_row >= 0 && in_row < v.size;
-          if (!exists) {
-            for (int64_t x = 0; x < this->pitch; ++x) packed[x] = T(0);
-            continue;
-          }
-          const T* row = from + i * input_.stride[1] + in_row * input_.stride[2];
-          for (int64_t x = 0; x < begin; ++x) packed[x] = T(0);
-          if (h.stride == 1 && input_.stride[3] == 1) {
-            for (int64_t x = begin; x < end; ++x) packed[x] = row[x + first];
-          } else {
-            for (int64_t x = begin; x < end; ++x) packed[x] = row[(x * h.stride + first) * input_.stride[3]];
-          }
-          for (int64_t x = end; x < this->pitch; ++x) packed[x] = T(0);
-        }
+  for (int64_t v_phase = 0; v_phase < v.phases(); ++v_phase) {
+    for (int64_t h_phase = 0; h_phase < h.phases(); ++h_phase) {
+      // Packed column x is input column x * stride + h_phase - padding; from `begin` to `end` it exists.
+      const int64_t first = h_phase - h.padding;
+      const int64_t begin = smaller(this->pitch, first < 0 ? ceil_div(-first, h.stride) : 0);
+      const int64_t end = larger(begin, smaller(this->pitch, ceil_div(larger(h.size - first, 0), h.stride)));
+      for (int64_t r = 0; r < packed_rows_; ++r, packed += this->pitch) {
+        const int64_t in_row = (place.row + r) * v.stride + v_phase - v.padding;
+        const bool exists = r < place.rows + v.reach() && in_row >= 0 && in_row < v.size;
+        clear_columns(packed, 0, exists ? begin : this->pitch);
+        if (!exists) continue;
+        clear_columns(packed, end, this->pitch);
+        load_block(from + in_row * input_.stride[2] + (begin * h.stride + first) * input_.stride[3],
+                   input_.stride[1], h.stride * input_.stride[3], packed + begin, packed_channel_,
+                   in_channels_, end - begin);
       }
     }
+  }
+}
+
+// Of a packed row, in all channels.
+template <class T>
+void ConvSource<T>::clear_columns(T* row, int64_t begin, int64_t end) const {
+  for (int64_t i = 0; i < in_channels_; ++i, row += packed_channel_) {
+    for (int64_t x = begin; x < end; ++x) row[x] = T(0);
   }
 }
 

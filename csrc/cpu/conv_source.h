@@ -7,6 +7,7 @@
 // holds. An unpadded input of stride 1 has that layout already and is read in place.
 #pragma once
 
+#include "../core/checked.h"
 #include "../core/parameter.h"
 #include "buffer.h"
 #include "conv_block.h"
@@ -36,7 +37,11 @@ class ConvSource final : public Source<T> {
   struct Axis {
     int64_t kernel, stride, dilation, padding, size;
 
-    int64_t outputs() const { return (size + 2 * padding - dilation * (kernel - 1) - 1) / stride + 1; }
+    int64_t outputs() const {
+      return ((Checked(size) + Checked(2) * padding - Checked(dilation) * (kernel - 1) - 1).value()) /
+                 stride +
+             1;
+    }
     int64_t phases() const { return smaller(stride, (kernel - 1) * dilation + 1); }
     int64_t reach() const { return (kernel - 1) * dilation / stride; }
     int64_t phase(int64_t tap) const { return tap * dilation % stride; }
@@ -48,6 +53,7 @@ class ConvSource final : public Source<T> {
   void pack_weight();
   void set_offsets(const Buffer<int64_t>& offset, int64_t channel_stride) const;
   bool reads_in_place(const Place& place) const;
+  void clear_columns(T* row, int64_t begin, int64_t end) const;
 
   const Tensor& input_;
   const Conv& conv_;
@@ -60,6 +66,7 @@ class ConvSource final : public Source<T> {
   Buffer<int64_t> packed_offset_;  // of each tap's first pixel, in the packed input
   Buffer<int64_t> input_offset_;   // the same in the input itself, where it is read in place
   int64_t packed_rows_ = 0;
+  int64_t packed_channel_ = 0;  // elements
 };
 
 extern template class ConvSource<float>;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../core/parameter.h"
+#include "transpose.h"
 #include "vector_math.h"
 
 namespace fusedconv {
@@ -32,8 +33,7 @@ template <>
 struct Narrow<BFloat16, float> {
   static FUSEDCONV_INLINE BFloat16 from(float x) {
     const uint32_t bits = bit_cast<uint32_t>(x);
-    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    return {uint16_t((x != x ? 0x7fc00000u : rounded) >> 16)};
+    return {uint16_t((x != x ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
   }
 };
 
@@ -90,6 +90,55 @@ FUSEDCONV_INLINE void visit_dtype(DType dtype, const Visit& visit) {
   }
 }
 
+// A vector of elements that lie side by side, in the compute type. Touches no memory past the first `count`.
+template <class T, class Element>
+FUSEDCONV_INLINE Vector<T> load_vector(const Element* from, int64_t count) {
+  if constexpr (kIsSame<T, Element>) {
+    return count == kLanes<T> ? load(from) : load_first(from, count);
+  } else {
+    T lane[kLanes<T>]{};
+    if (count == kLanes<T>) {
+      for (int i = 0; i < kLanes<T>; ++i) lane[i] = widen(from[i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) lane[i] = widen(from[i]);
+    }
+    return load(lane);
+  }
+}
+
+template <class T, class Element>
+FUSEDCONV_INLINE void store_vector(Element* to, Vector<T> x, int64_t count) {
+  if constexpr (kIsSame<T, Element>) {
+    count == kLanes<T> ? store(to, x) : store_first(to, x, count);
+  } else {
+    T lane[kLanes<T>];
+    store(lane, x);
+    if (count == kLanes<T>) {
+      for (int i = 0; i < kLanes<T>; ++i) to[i] = Narrow<Element, T>::from(lane[i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) to[i] = Narrow<Element, T>::from(lane[i]);
+    }
+  }
+}
+
+// to[c * to_stride + r] = from[r * from_stride + c]. One of the element types is T, the compute type.
+template <class T, class From, class To>
+void transpose_block(const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t rows,
+                     int64_t cols) {
+  for (int64_t r = 0; r < rows; r += kLanes<T>) {
+    const int64_t some_rows = rows - r < kLanes<T> ? rows - r : kLanes<T>;
+    for (int64_t c = 0; c < cols; c += kLanes<T>) {
+      const int64_t some_cols = cols - c < kLanes<T> ? cols - c : kLanes<T>;
+      Vector<T> square[kLanes<T>]{};
+      for (int64_t i = 0; i < some_rows; ++i)
+        square[i] = load_vector<T>(from + (r + i) * from_stride + c, some_cols);
+      transpose<T>(square);
+      for (int64_t i = 0; i < some_cols; ++i)
+        store_vector<T>(to + (c + i) * to_stride + r, square[i], some_rows);
+    }
+  }
+}
+
 // Copies a channels x pixels block between a tensor with the given strides and contiguous rows of the compute
 // type. The tensor's smaller stride is walked innermost.
 template <class Element, class T>
@@ -107,6 +156,7 @@ void load_block(const Element* from, int64_t channel_stride, int64_t pixel_strid
     }
     return;
   }
+  if (channel_stride == 1) return transpose_block<T>(from, pixel_stride, to, to_stride, pixels, channels);
   for (int64_t w = 0; w < pixels; ++w) {
     const Element* pixel = from + w * pixel_stride;
     for (int64_t c = 0; c < channels; ++c) to[c * to_stride + w] = widen(pixel[c * channel_stride]);
@@ -128,11 +178,8 @@ void store_block(const T* from, int64_t from_stride, Element* to, int64_t channe
     }
     return;
   }
-  for (int64_t w = 0; w < pixels; ++w) {
-    Element* pixel = to + w * pixel_stride;
-    for (int64_t c = 0; c < channels; ++c)
-      pixel[c * channel_stride] = Narrow<Element, T>::from(from[c * from_stride + w]);
-  }
+  // An output is dense: where its channels do not lie in planes, they lie side by side.
+  transpose_block<T>(from, from_stride, to, pixel_stride, channels, pixels);
 }
 
 }  // namespace FUSEDCONV_TARGET

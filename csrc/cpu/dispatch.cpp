@@ -1,5 +1,6 @@
 #include "dispatch.h"
 
+#include <cctype>
 #include <cstdlib>
 #include <stdexcept>
 
@@ -50,13 +51,16 @@ constexpr char kCapVariable[] = "FUSEDCONV_CPU_ISA";
 
 Level choose_level() {
   const char* cap = std::getenv(kCapVariable);
-  if (cap == nullptr) return levels().back();
+  if (cap == nullptr || *cap == '\0') return levels().back();
+  std::string name = cap;
+  for (char& letter : name) letter = char(std::tolower(static_cast<unsigned char>(letter)));
   std::string known;
   for (const Level& level : levels()) {
-    if (level.name == cap) return level;
-    known += " " + level.name;
+    if (level.name == name) return level;
+    known += (known.empty() ? "" : ", ") + level.name;
   }
-  throw std::invalid_argument(std::string(kCapVariable) + " is '" + cap + "'; this machine can run:" + known);
+  throw std::invalid_argument(std::string(kCapVariable) + " must be one of " + known +
+                              ", which this machine can run, but is '" + cap + "'");
 }
 
 const Level& level_in_use() {

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <new>
+#include <stdexcept>
+#include <string>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -15,7 +17,10 @@ constexpr size_t kAlignment = 64;
 // Not by an aligned new: cutting a block to size takes it longer than a small problem takes. In front of what
 // is handed out stands where the block begins.
 void* allocate_aligned(size_t bytes) {
-  char* block = static_cast<char*>(::operator new(bytes + kAlignment));
+  char* block = static_cast<char*>(::operator new(bytes + kAlignment, std::nothrow));
+  if (block == nullptr)
+    throw std::runtime_error("fusedconv: cannot allocate " + std::to_string(bytes) +
+                             " bytes of working memory");
   char* memory = block + kAlignment - reinterpret_cast<uintptr_t>(block) % kAlignment;
   reinterpret_cast<char**>(memory)[-1] = block;
   advise_huge_pages(memory, bytes);

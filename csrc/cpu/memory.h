@@ -4,7 +4,8 @@
 
 namespace fusedconv {
 
-void* allocate_aligned(size_t bytes);  // to a cache line; throws std::bad_alloc
+void* allocate_aligned(
+    size_t bytes);  // to a cache line; throws std::runtime_error, which says what was asked
 void free_aligned(void* memory);
 
 // Asks for huge pages under a large block that is about to be written for the first time: the system clears

@@ -7,17 +7,67 @@
 #include "conv_backward.h"
 #include "conv_source.h"
 #include "kernels.h"
+#include "pixel_schedule.h"
 #include "schedule.h"
 #include "tensor_source.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+// Rows that follow each other without a gap.
+FUSEDCONV_INLINE bool has_joined_rows(const Tensor& tensor) {
+  return tensor.stride[2] == tensor.size[3] * tensor.stride[3];
+}
+
+FUSEDCONV_INLINE void join_rows(Tensor& tensor) {
+  tensor.size[3] *= tensor.size[2];
+  tensor.size[2] = 1;
+  tensor.stride[2] = tensor.size[3] * tensor.stride[3];
+}
+
+FUSEDCONV_INLINE bool is_channels_last(const Tensor& tensor) {
+  return tensor.stride[1] == 1 && tensor.stride[3] == tensor.size[1] && has_joined_rows(tensor);
+}
+
+// The channels of a pixel become pixels.
+FUSEDCONV_INLINE void take_channels_for_pixels(Tensor& tensor) {
+  tensor.size[3] *= tensor.size[1];
+  tensor.size[1] = 1;
+  tensor.stride[3] = 1;
+}
+
+// The same problem, of v that is given, in rows that are longer: a row costs something by itself, and leaves
+// lanes idle at its end. Where all channels are treated alike, those of a pixel are a run of pixels; small
+// maps are one row.
+template <class Chain>
+Problem with_long_rows(Problem problem) {
+  Tensor& input = problem.input;
+  Tensor& output = problem.output;
+  if constexpr (Chain::Reduce::kStores && !Chain::kNeedsStatistics && !Chain::kReadsChannel) {
+    if (is_channels_last(input) && is_channels_last(output)) {
+      take_channels_for_pixels(input);
+      take_channels_for_pixels(output);
+    }
+  }
+  const bool is_small = input.size[2] * input.size[3] <= kTilePixels;
+  if (!Chain::Reduce::kPools && is_small && has_joined_rows(input) && has_joined_rows(output)) {
+    join_rows(input);
+    join_rows(output);
+  }
+  return problem;
+}
+
 template <class Chain, class T>
 void run_chain_in(const Problem& problem, int threads) {
   if (problem.conv == nullptr) {
-    TensorSource<T> source(problem.input);
-    Schedule<Chain, T>(source, problem, threads).run();
+    const Problem given = with_long_rows<Chain>(problem);
+    if constexpr (Chain::Reduce::kStores) {
+      const bool has_channels = given.input.size[1] > 1;
+      if (has_channels && has_channels_side_by_side(given.input) && has_channels_side_by_side(given.output))
+        return PixelSchedule<Chain, T>(given, threads).run();
+    }
+    TensorSource<T> source(given.input);
+    Schedule<Chain, T>(source, given, threads).run();
   } else {
     ConvSource<T> source(problem.input, *problem.conv);
     Schedule<Chain, T>(source, problem, threads).run();

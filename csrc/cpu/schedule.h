@@ -19,7 +19,8 @@ inline namespace FUSEDCONV_TARGET {
 
 constexpr int64_t kKeepBytes = 16 * 1024 * 1024;     // a unit larger than this is computed twice, not kept
 constexpr int64_t kAllKeepBytes = 64 * 1024 * 1024;  // of all units that are kept at a time, one a thread
-constexpr int64_t kStreamBytes = 16 * 1024 * 1024;   // an output that no cache would hold until it is read
+constexpr int64_t kMostPartBlocks = 16;
+constexpr int64_t kStreamBytes = 16 * 1024 * 1024;  // an output that no cache would hold until it is read
 
 // Whether the output is written past the caches. Not into fresh pages: the system clears them first, through
 // the cache, and a streamed store to a line in the cache costs more than any other.
@@ -45,6 +46,8 @@ class Schedule {
         keeps_(Chain::kNeedsStatistics && !source.is_cheap() && unit_bytes_ <= kKeepBytes),
         writes_runs_(is_run_of_rows<T>(problem.output)),
         streams_(writes_runs_ && streams_to<T>(problem.output)),
+        part_channels_(kBlockChannels * larger(1, smaller(kMostPartBlocks, kTilePixels / plane_))),
+        joins_channels_(source.rows == 1 && std::is_same_v<typename Chain::Pre, Sequence<>>),
         channels_(source.channels) {
     for (int64_t c = 0; c < source.channels; ++c) channels_[c] = make_channel<T>(problem.arguments, c);
   }
@@ -89,12 +92,12 @@ class Schedule {
     return {tiles + (keeps_ ? index * tile_elements_ : 0), plane_, source_.pitch};
   }
 
-  // Calls visit(part, c) for the channels of a tile from c on, so many as a source computes together. They
-  // are still in L1 when the next step of the chain meets them.
+  // Calls visit(part, c) for some channels of a tile from c on. They are still in L1 when the next step of
+  // the chain meets them.
   template <class Visit>
   void for_each_part(const Place& where, const Visit& visit) const {
-    for (int64_t c = 0; c < where.channels; c += kBlockChannels) {
-      visit({where.sample, where.channel + c, smaller(kBlockChannels, where.channels - c), where.row,
+    for (int64_t c = 0; c < where.channels; c += part_channels_) {
+      visit({where.sample, where.channel + c, smaller(part_channels_, where.channels - c), where.row,
              where.rows},
             c);
     }
@@ -123,12 +126,17 @@ class Schedule {
     Moments* moments = unit.moments + index * groups(unit.channels);
     for_each_part(where, [&](const Place& part, int64_t first) {
       fill(part, from_channel(tile, first), scratch);
-      for (int64_t c = first; c < first + part.channels; ++c) {
+      for (int64_t c = first, run; c < first + part.channels; c += run) {
         const Channel<T> channel = channels_[unit.channel + c];
-        const Moments of_channel = moments_of(tile.data + c * plane_, source_.pitch, where.rows, source_.cols,
-                                              [&](Vector<T> x) { return Chain::before_norm(x, channel); });
+        const auto stage = [&](Vector<T> x) { return Chain::before_norm(x, channel); };
+        const int64_t in_group = plan_.group_channels - c % plan_.group_channels;
+        run = joins_channels_ ? smaller(in_group, first + part.channels - c) : 1;
+        const T* plane = tile.data + c * plane_;
+        const Moments found = joins_channels_
+                                  ? moments_of(plane, plane_, run, source_.cols, stage)
+                                  : moments_of(plane, source_.pitch, where.rows, source_.cols, stage);
         Moments& of_group = moments[c / plan_.group_channels];
-        of_group = c % plan_.group_channels == 0 ? of_channel : combine(of_group, of_channel);
+        of_group = c % plan_.group_channels == 0 ? found : combine(of_group, found);
       }
     });
   }
@@ -237,6 +245,8 @@ class Schedule {
   const bool keeps_;
   const bool writes_runs_;
   const bool streams_;
+  const int64_t part_channels_;  // that are taken through a step together, and stay in L1
+  const bool joins_channels_;    // to moments, a channel of one row is a row of its group
   const Buffer<Channel<T>> channels_;
 };
 

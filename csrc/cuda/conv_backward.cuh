@@ -45,7 +45,7 @@ class PackedBackwardRun {
         plan_(plan),
         card_(card),
         workspace_(memory),
-        v_(workspace_.take<float>(element_count(problem.v) / problem.v.size[0] * plan.step_samples)),
+        v_(workspace_.take<float>(Checked(element_count(problem.v) / problem.v.size[0]) * plan.step_samples)),
         conv_workspace_(workspace_.take<char>(
             cuda::identity.workspace(conv_problem(problem, 0, plan.step_samples), plan.conv, card))),
         chain_(problem, {StepKind::kPackedRows, plan.step_samples, 0, 0}, workspace_, card),
@@ -156,6 +156,7 @@ class GivenBackwardRun {
         chain_(problem, {StepKind::kTensor, problem.v.size[0], 0, 0}, workspace_, card) {}
 
   size_t workspace_bytes() const { return workspace_.bytes(); }
+  bool fits() const { return chain_.fits(); }
 
   cudaError_t launch(cudaStream_t stream) const {
     if (const cudaError_t status =
@@ -174,8 +175,7 @@ template <class Chain, bool kHasConv>
 struct ChainBackward {
   static cuda::BackwardPlan plan(const BackwardProblem& problem, const cuda::Card& card) {
     if (element_count(problem.v) == 0) return {true, "nothing to do"};
-    if (problem.conv == nullptr)
-      return {true, "", {}, 0, false, GivenBackwardRun<Chain>(problem, nullptr, card).workspace_bytes()};
+    if (problem.conv == nullptr) return plan_given(problem, card);
     if constexpr (kHasConv) return plan_with_conv(problem, card);
     return {false, "two-step, the chain has no conv"};
   }
@@ -204,6 +204,12 @@ struct ChainBackward {
   }
 
  private:
+  static cuda::BackwardPlan plan_given(const BackwardProblem& problem, const cuda::Card& card) {
+    const GivenBackwardRun<Chain> run(problem, nullptr, card);
+    if (!run.fits()) return {false, "a window of more than 2^31 values"};
+    return {true, "", {}, 0, false, run.workspace_bytes()};
+  }
+
   static cuda::BackwardPlan plan_with_conv(const BackwardProblem& problem, const cuda::Card& card) {
     std::string reason = reason_against_gradients(problem, card);
     if (reason.empty() && may_run_in_strips(problem, card)) {
@@ -259,8 +265,8 @@ struct ChainBackward {
   // the gradients.
   static int64_t sample_bytes(const BackwardProblem& problem, const cuda::Card& card) {
     const int64_t values = std::max(element_count(problem.v), element_count(problem.conv->input));
-    return std::max(values / problem.v.size[0] * int64_t(sizeof(float)),
-                    ConvGradients::sample_bytes(problem, card));
+    const Checked of_values = Checked(values / problem.v.size[0]) * int64_t(sizeof(float));
+    return std::max(of_values.value(), ConvGradients::sample_bytes(problem, card));
   }
 };
 

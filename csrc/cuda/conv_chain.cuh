@@ -136,12 +136,12 @@ struct ConvChain {
     ConvProblem p{problem.input,      problem.conv->weight, problem.output,
                   problem.conv->bias, problem.arguments,    t};
     p.tiling.reads_vectors &= is_aligned(problem.input.data, kVectorBytes);
-    const int64_t panels = problem.input.size[0] * panels_per_sample(t);
+    const Checked panels = Checked(problem.input.size[0]) * panels_per_sample(t);
     p.weights =
-        workspace.take<uint4>(int64_t(plan.parts) * t.row_blocks * t.chunks * t.weights_bytes / kUnitBytes);
+        workspace.take<uint4>(Checked(plan.parts) * t.row_blocks * t.chunks * (t.weights_bytes / kUnitBytes));
     p.weight_exponents = workspace.take<int>(t.row_blocks * kRows);
     p.row_bias = workspace.take<float>(t.row_blocks * kRows);
-    p.shares = workspace.take<int>(int64_t(t.row_blocks) * kRows * t.in_channels);
+    p.shares = workspace.take<int>(Checked(t.row_blocks) * kRows * t.in_channels);
     p.is_wide = workspace.take<int>(t.row_blocks * kRows);
     p.pixels = workspace.take<uint4>(plan.parts * panels * t.chunks * chunk_units(t));
     p.pixel_exponents = workspace.take<int>(panels);
@@ -155,7 +155,7 @@ struct ConvChain {
     Workspace workspace(base);
     ConvProblem p = packed_problem(problem, plan, workspace);
     p.statistics = problem.statistics;
-    const int64_t channels = problem.input.size[0] * t.out_channels;
+    const Checked channels = Checked(problem.input.size[0]) * t.out_channels;
     if (Chain::kNeedsStatistics) {
       p.norms = workspace.take<Norm<float>>(channels);
       p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
@@ -163,7 +163,7 @@ struct ConvChain {
     if (plan.is_resident) {
       p.norm_shape = norm_shape(t, int(problem.arguments.num_groups));
       p.tile_parts =
-          workspace.take<TilePart>(problem.input.size[0] * int64_t(p.norm_shape.groups) * p.norm_shape.tiles);
+          workspace.take<TilePart>(Checked(problem.input.size[0]) * p.norm_shape.groups * p.norm_shape.tiles);
     }
     if (kPools) p.pooled = workspace.take<float>(channels * problem.output.size[2] * problem.output.size[3]);
     return {p, workspace.bytes()};

@@ -181,9 +181,9 @@ PackedRows packed_input(const ConvShape& shape, const WeightGradientPlan& plan) 
 }
 
 void take_memory(PackedRows& packed, int64_t samples, Workspace& workspace) {
-  packed.units =
-      workspace.take<uint4>(samples * packed.rows * packed_row_units(packed) + 2 * kGuardUnits) + kGuardUnits;
-  packed.exponents = workspace.take<int>(samples * packed.rows);
+  const Checked rows = Checked(samples) * packed.rows;
+  packed.units = workspace.take<uint4>(rows * packed_row_units(packed) + 2 * kGuardUnits) + kGuardUnits;
+  packed.exponents = workspace.take<int>(rows);
 }
 
 }  // namespace
@@ -193,13 +193,14 @@ ConvShape conv_shape(const BackwardProblem& problem) {
   const Conv& conv = problem.conv->conv;
   const int64_t* out = problem.v.size;
   const int64_t* kernel = conv.weight.size + 2;
-  return {int(input.size[1]),
-          int(out[1]),
-          {int(input.size[2]), int(input.size[3])},
-          {int(out[2]), int(out[3])},
-          {int(kernel[0]), int(kernel[1])},
-          {divide_up(int(kernel[0]), kTaps), divide_up(int(kernel[1]), kTaps)},
-          {int(conv.padding[0]), int(conv.padding[1])}};
+  const auto narrow_size = [](int64_t size) { return Checked(size).to<int>(); };
+  return {narrow_size(input.size[1]),
+          narrow_size(out[1]),
+          {narrow_size(input.size[2]), narrow_size(input.size[3])},
+          {narrow_size(out[2]), narrow_size(out[3])},
+          {narrow_size(kernel[0]), narrow_size(kernel[1])},
+          {divide_up(narrow_size(kernel[0]), kTaps), divide_up(narrow_size(kernel[1]), kTaps)},
+          {narrow_size(conv.padding[0]), narrow_size(conv.padding[1])}};
 }
 
 std::string reason_against_gradients(const BackwardProblem& problem, const Card& card) {
@@ -245,7 +246,7 @@ ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_sample
     if (wants_input()) input_plan_ = plan_input<Mode>(shape_, step_samples, card);
   });
   if (wants_weight())
-    slots_ = workspace.take<float>(weight_plan_.slots * values_of_slot(weight_plan_, shape_));
+    slots_ = workspace.take<float>(Checked(weight_plan_.slots) * values_of_slot(weight_plan_, shape_));
   workspace_bytes_ = workspace.bytes();
 }
 
@@ -256,8 +257,9 @@ int64_t ConvGradients::sample_bytes(const BackwardProblem& problem, const Card& 
     const WeightGradientPlan plan = plan_weight<Mode>(shape, 1, card);
     const PackedRows grads = packed_grads<Mode>(shape, plan);
     const PackedRows input = packed_input<Mode>(shape, plan);
-    return std::max(grads.rows * packed_row_units(grads), input.rows * packed_row_units(input)) *
-           int64_t(sizeof(uint4));
+    const Checked units = std::max(Checked(grads.rows) * packed_row_units(grads),
+                                   Checked(input.rows) * packed_row_units(input));
+    return (units * int64_t(sizeof(uint4))).value();
   });
 }
 

@@ -63,7 +63,7 @@ cudaError_t launch_balance(const Tensor& weight, float* balance, cudaStream_t st
 cudaError_t launch_sum_of_slots(const float* slots, const WeightGradientPlan& plan, const ConvShape& shape,
                                 const float* balance, float* grad_weight, cudaStream_t stream);
 
-// How the conv of a problem looks.
+// How the conv of a problem looks. Throws std::overflow_error where sizes of a sample do not fit in ints.
 ConvShape conv_shape(const BackwardProblem& problem);
 
 class ConvGradients {

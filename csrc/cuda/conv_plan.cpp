@@ -1,9 +1,12 @@
 #include "conv_plan.h"
 
+#include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <limits>
 #include <stdexcept>
 
+#include "../core/checked.h"
 #include "conv_cut.h"
 
 namespace fusedconv {
@@ -20,16 +23,6 @@ constexpr int64_t kMostReach = int64_t(1) << 15;  // of a kernel: a plane of a t
 constexpr int64_t kMostSide = int64_t(1) << 28;   // of the padded input: so have pixels and windows
 // Offsets within a sample's output have 32 bits, and rows and columns of the padded input.
 constexpr int64_t kMostSampleElements = int64_t(1) << 30;
-
-// The variable that tests choose the source by; unset: the best for the card, where it is the faster path.
-std::string asked_source() {
-  const char* asked = std::getenv("FUSEDCONV_CUDA_SOURCE");
-  const std::string name = asked != nullptr ? asked : "";
-  for (const char* known : {"", "best", "sm_90a", "sm_80", "none"})
-    if (name == known) return name;
-  throw std::invalid_argument("FUSEDCONV_CUDA_SOURCE is '" + name +
-                              "', not one of best, sm_90a, sm_80, none");
-}
 
 ConvSource source_for(const Card& card, const std::string& name) {
   if (name == "none" || card.capability < 80) return ConvSource::kNone;
@@ -59,12 +52,12 @@ std::string reason_against(const Problem& problem) {
   if (weight.size[0] > kMostChannels) return "more than 256 output channels";
   if (weight.size[1] > kMostInputChannels) return "more than 8192 input channels";
   for (int d = 0; d < 2; ++d) {
-    if (conv.dilation[d] * (weight.size[2 + d] - 1) > kMostReach) return "dilation";
-    if (problem.input.size[2 + d] + 2 * conv.padding[d] > kMostSide) return "padding";
+    if (Checked(conv.dilation[d]) * (weight.size[2 + d] - 1) > kMostReach) return "dilation";
+    if (problem.input.size[2 + d] + 2 * Checked(conv.padding[d]) > kMostSide) return "padding";
   }
   if (sample_span(problem.input, conv.padding) >= kMostSampleElements ||
       sample_span(problem.output, {0, 0}) >= kMostSampleElements ||
-      weight.size[0] * problem.output.size[2] * problem.output.size[3] >= kMostSampleElements)
+      Checked(problem.output.size[2]) * problem.output.size[3] >= kMostSampleElements / weight.size[0])
     return "samples of more than 2^30 elements";
   return "";
 }
@@ -97,14 +90,15 @@ bool is_slower_as_small(const ConvTiling& t, const ChainShape& chain) {
 }
 
 // Whether what is packed of a sample would take much more memory than the conv's input and output: of one
-// narrow column a panel has eight.
-bool takes_much_memory(const ConvTiling& t) {
+// narrow column a panel has eight, and it has the padding. Where our conv was asked for, a little may.
+bool takes_much_memory(const ConvTiling& t, bool was_asked) {
   constexpr double kMuch = 2;
+  constexpr double kLittle = 1 << 24;  // elements
   const double packed =
       double(t.chunks) * t.blocks_per_chunk * t.panel_units * kUnitElements * t.panels_down * t.tiles_across;
   const double input = double(t.in_channels) * t.in_size[0] * t.in_size[1];
   const double output = double(t.out_channels) * t.out_size[0] * t.out_size[1];
-  return packed > kMuch * (input + output);
+  return packed > kMuch * (input + output) && !(was_asked && packed <= kLittle);
 }
 
 std::string describe(const ConvPlan& plan) {
@@ -118,12 +112,13 @@ std::string describe(const ConvPlan& plan) {
          (plan.is_resident ? ", samples stay there" : "");
 }
 
-// Of the whole batch, which a launch counts in ints: blocks that pack, and items, whose count groups of
-// threads exceed by a few steps of all multiprocessors.
+// What is counted in ints: of a sample the parts of a channel's statistics; of the whole batch blocks that
+// pack, and items, whose count groups of threads exceed by a few steps of all multiprocessors.
 bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card) {
-  const int64_t of_sample = int64_t(t.bands) * t.tiles_across * t.row_blocks;
+  const Checked parts = Checked(t.bands) * t.tiles_across * t.sub_tiles * kPartsOfTile * t.stack;
+  const Checked of_sample = Checked(t.bands) * t.tiles_across * t.row_blocks;
   const int64_t most = std::numeric_limits<int>::max() - 2 * kGroups * card.multiprocessors - kMostChannels;
-  return problem.input.size[0] <= most / of_sample;
+  return parts <= most && problem.input.size[0] <= most / of_sample.value();
 }
 
 // Whether all groups of threads together have room for a sample's tiles, each one: see
@@ -139,6 +134,17 @@ ConvPlan two_steps(const std::string& reason) { return {ConvSource::kNone, "two-
 
 }  // namespace
 
+std::string asked_source() {
+  const char* const set = std::getenv("FUSEDCONV_CUDA_SOURCE");
+  const std::string asked = set != nullptr ? set : "";
+  std::string name = asked;
+  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
+  for (const char* known : {"", "best", "sm_90a", "sm_80", "none"})
+    if (name == known) return name;
+  throw std::invalid_argument("FUSEDCONV_CUDA_SOURCE is '" + asked +
+                              "', not one of best, sm_90a, sm_80, none");
+}
+
 ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& card) {
   const std::string reason = reason_against(problem);
   if (!reason.empty()) return two_steps(reason);
@@ -152,11 +158,11 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
   if (!cutter.cut_into_tiles(t)) return two_steps("shared memory");
   if (asked.empty() && plan.source == ConvSource::kSm90a && is_slower_in_parts(t, chain))
     return two_steps("a large kernel");
-  if (asked.empty() && is_slower_as_small(t, chain)) return two_steps("a small map");
   if (!counts_items(t, problem, card)) return two_steps("more than 2^31 tiles");
+  if (asked.empty() && is_slower_as_small(t, chain)) return two_steps("a small map");
   plan.is_resident = chain.waits_for_norms && may_reside(plan, card) && cutter.keep_tiles(t);
   if (!cut_into_panels(t)) return two_steps("a band of too many rows");
-  if (asked.empty() && takes_much_memory(t)) return two_steps("memory for the packed input");
+  if (takes_much_memory(t, !asked.empty())) return two_steps("memory for the packed input");
   plan.reason = describe(plan);
   return plan;
 }

@@ -29,6 +29,11 @@ struct ChainShape {
   bool keeps_places = false;  // of the pool's values
 };
 
+// Which source FUSEDCONV_CUDA_SOURCE asks for, by which tests choose it; empty: the best for the card, where
+// it is the faster path. Throws std::invalid_argument for a name that is none.
+std::string asked_source();
+
+// Throws std::overflow_error where sizes are beyond what can be computed: the conv is PyTorch's then.
 ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& card);
 
 }  // namespace cuda

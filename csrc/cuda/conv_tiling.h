@@ -32,6 +32,7 @@ constexpr int kUnitBytes = 16;
 constexpr int kRows = 64;  // of one product
 constexpr int kMostTapRows = 16;
 constexpr int kGroups = 2;             // of threads, that take turns at tiles
+constexpr int kPartsOfTile = 2;        // of the statistics, for each row of the stack: halves of the columns
 constexpr int kMostStages = 2;         // of a group
 constexpr int kPackWarps = 8;          // of a block of threads that packs a panel
 constexpr int kPackBatch = 8;          // units of one of its threads on their way at once

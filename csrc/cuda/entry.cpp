@@ -126,6 +126,23 @@ auto naming(const std::string& name, const Call& call) {
   }
 }
 
+// Sizes beyond what can be computed are left to PyTorch.
+template <class Prepare>
+auto unless_too_large(const Prepare& prepare) -> decltype(prepare()) {
+  try {
+    return prepare();
+  } catch (const std::overflow_error& error) {
+    return {false, std::string("two-step, ") + error.what(), 0, {}};
+  }
+}
+
+cuda::Card card_for(const std::string& name, int device) {
+  return naming(name, [&] {
+    const ContextGuard guard(device);
+    return card_of(device);
+  });
+}
+
 }  // namespace
 
 std::string cuda_version() { return version_text(CUDART_VERSION); }
@@ -137,6 +154,8 @@ std::vector<std::string> cuda_chains() {
 #undef FUSEDCONV_NAME
 }
 
+void check_cuda_source() { cuda::asked_source(); }
+
 std::string cuda_status(int device) {
   const std::string reason = reason_against(device);
   cudaGetLastError();  // the next launch must not report what went wrong here
@@ -145,46 +164,47 @@ std::string cuda_status(int device) {
 
 CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device) {
   const cuda::Kernel& kernel = find_kernel(chain);
-  const std::string name = (problem.conv != nullptr ? "conv2d_" : "") + chain;
-  const cuda::Card card = naming(name, [&] {
-    const ContextGuard guard(device);
-    return card_of(device);
-  });
-  cuda::ConvPlan plan{};
-  if (problem.conv != nullptr) {
-    plan = kernel.plan(problem, card);
-    if (plan.source == cuda::ConvSource::kNone) return {false, plan.reason, 0, {}};
-  }
-  const auto run = [name, &kernel, card, plan, device](const Problem& pointers, void* workspace,
-                                                       void* stream) {
-    naming(name, [&] {
-      const ContextGuard guard(device);
-      check_cuda(kernel.launch(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)), "launch");
-    });
+  const bool has_conv = problem.conv != nullptr;
+  const std::string name = (has_conv ? "conv2d_" : "") + chain;
+  const cuda::Card card = card_for(name, device);
+  const auto prepare = [&]() -> CudaLaunch {
+    cuda::ConvPlan plan{};
+    if (has_conv) {
+      plan = kernel.plan(problem, card);
+      if (plan.source == cuda::ConvSource::kNone) return {false, plan.reason, 0, {}};
+    }
+    const auto run = [name, &kernel, card, plan, device](const Problem& pointers, void* workspace,
+                                                         void* stream) {
+      naming(name, [&] {
+        const ContextGuard guard(device);
+        check_cuda(kernel.launch(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)),
+                   "launch");
+      });
+    };
+    return {true, plan.reason, kernel.workspace(problem, plan, card), run};
   };
-  return {true, plan.reason, kernel.workspace(problem, plan, card), run};
+  return has_conv ? unless_too_large(prepare) : naming(name, prepare);
 }
 
 CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardProblem& problem, int device) {
   const cuda::Kernel& kernel = find_kernel(chain);
   const std::string name = (problem.conv != nullptr ? "conv2d_" : "") + chain + " backward";
-  const cuda::Card card = naming(name, [&] {
-    const ContextGuard guard(device);
-    return card_of(device);
-  });
+  const cuda::Card card = card_for(name, device);
   if (kernel.plan_backward == nullptr)
     throw std::invalid_argument("fusedconv: chain '" + chain + "' has no backward on CUDA");
-  const cuda::BackwardPlan plan = kernel.plan_backward(problem, card);
-  if (!plan.runs) return {false, plan.reason, 0, {}};
-  const auto run = [name, &kernel, card, plan, device](const BackwardProblem& pointers, void* workspace,
-                                                       void* stream) {
-    naming(name, [&] {
-      const ContextGuard guard(device);
-      check_cuda(kernel.launch_backward(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)),
-                 "launch");
-    });
-  };
-  return {true, plan.reason, plan.workspace, run};
+  return unless_too_large([&]() -> CudaBackward {
+    const cuda::BackwardPlan plan = kernel.plan_backward(problem, card);
+    if (!plan.runs) return {false, plan.reason, 0, {}};
+    const auto run = [name, &kernel, card, plan, device](const BackwardProblem& pointers, void* workspace,
+                                                         void* stream) {
+      naming(name, [&] {
+        const ContextGuard guard(device);
+        check_cuda(kernel.launch_backward(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)),
+                   "launch");
+      });
+    };
+    return {true, plan.reason, plan.workspace, run};
+  });
 }
 
 }  // namespace fusedconv

@@ -13,6 +13,8 @@ namespace fusedconv {
 std::string cuda_version();        // of the toolkit this was built with, or "not built"
 std::string cuda_architectures();  // "90", "80;90a"; empty without CUDA
 std::vector<std::string> cuda_chains();
+// Throws std::invalid_argument if FUSEDCONV_CUDA_SOURCE asks for what there is not.
+void check_cuda_source();
 // Empty if the device can run this build's kernels, else the reason.
 std::string cuda_status(int device);
 
@@ -25,11 +27,12 @@ struct CudaLaunch {
   std::function<void(const Problem& problem, void* workspace, void* stream)> run;
 };
 
-// Throws std::invalid_argument for a chain without a kernel. Where CUDA fails, here or in a run,
-// std::runtime_error names the operator and says what CUDA says.
+// Throws std::invalid_argument for a chain without a kernel. Where CUDA fails, here or in a run, and where a
+// given tensor's sizes are beyond what can be computed, std::runtime_error names the operator and says why.
 CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device);
 
-// The same for backward. runs is false where the conv is left to PyTorch: then v must be given.
+// The same for backward. runs is false where the conv is left to PyTorch: then v must be given; and where v
+// is given and no kernel serves.
 struct CudaBackward {
   bool runs;
   std::string plan;

@@ -7,6 +7,7 @@ namespace fusedconv {
 std::string cuda_version() { return "not built"; }
 std::string cuda_architectures() { return ""; }
 std::vector<std::string> cuda_chains() { return {}; }
+void check_cuda_source() {}
 std::string cuda_status(int) { return "fusedconv was built without CUDA"; }
 
 CudaLaunch prepare_on_cuda(const std::string& chain, const Problem&, int) {

@@ -27,7 +27,7 @@ struct PackedRows {
   int pitch;  // from cols on zeros: they are also what stands before the next row
 };
 
-inline int chunks_of(int channels) { return (channels + 2 * kUnitChannels - 1) / (2 * kUnitChannels) * 2; }
+inline int chunks_of(int channels) { return ((channels - 1) / (2 * kUnitChannels) + 1) * 2; }
 
 FUSEDCONV_INLINE int64_t packed_row_units(const PackedRows& packed) {
   return int64_t(packed.chunks) * packed.parts * packed.pitch;

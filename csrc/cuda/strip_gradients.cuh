@@ -28,10 +28,10 @@ inline bool may_run_in_strips(const BackwardProblem& problem, const cuda::Card& 
   // Offsets within a sample, and units, are counted in 31 bits.
   const int64_t samples = problem.v.size[0];
   if (std::max(element_count(problem.v), element_count(problem.conv->input)) / samples > INT32_MAX ||
-      samples * shape.out_size[0] * shape.out_size[1] / kHalo > INT32_MAX)
+      Checked(samples) * shape.out_size[0] * shape.out_size[1] > Checked(INT32_MAX) * kHalo)
     return false;
   // Of a strip half at least should be pixels.
-  if (2 * shape.out_size[1] < kStripPixels) return false;
+  if (shape.out_size[1] < kStripPixels / 2) return false;
   return strip_shared_bytes(out_tiles_for(shape.out_channels)) <= size_t(card.shared_bytes);
 }
 
@@ -46,7 +46,7 @@ class StripGradients {
     Workspace workspace(memory);
     if (conv_.input.dtype == DType::kFloat32) balance_ = workspace.take<float>(shape_.out_channels);
     if (conv_.grad_weight != nullptr)
-      slots_ = workspace.take<float>(int64_t(slot_plan().slots) * plan_.out_tiles * kSlotValues);
+      slots_ = workspace.take<float>(Checked(slot_plan().slots) * plan_.out_tiles * kSlotValues);
     workspace_bytes_ = workspace.bytes();
   }
 

@@ -40,7 +40,7 @@ class BackwardRun {
         step_(step),
         samples_(problem.v.size[0]),
         channels_(problem.v.size[1]),
-        pixels_(problem.v.size[2] * problem.v.size[3]),
+        pixels_((Checked(problem.v.size[2]) * problem.v.size[3]).value()),
         windows_(kPools ? pooled(0) * pooled(1) : pixels_),
         plane_(slice_planes(pixels_)),
         window_plane_(kPools ? slice_windows() : plane_),
@@ -52,6 +52,14 @@ class BackwardRun {
 
   // Whether there is anything to do.
   bool runs() const { return runs_; }
+
+  // Whether the kernels serve: rows and columns, and places in a window, are counted in 31 bits.
+  bool fits() const {
+    constexpr int64_t kMost = INT32_MAX - kPlaneThreads * kThreadValues;
+    const int64_t* const window = problem_.arguments.pool;
+    return !kPools || (std::max(problem_.v.size[2], problem_.v.size[3]) < kMost &&
+                       Checked(window[0]) * window[1] <= INT32_MAX);
+  }
 
   // Queues the norms without weight and bias, which all others take.
   cudaError_t launch_norms(int64_t first_sample, int64_t samples, cudaStream_t stream) const {
@@ -129,7 +137,7 @@ class BackwardRun {
     const int64_t* size = problem.v.size;
     const int64_t most = card.shared_bytes / int64_t(sizeof(float));
     return problem.v.dtype == DType::kFloat32 && problem.conv != nullptr && size[1] <= most &&
-           size[3] <= most && size[2] * size[3] < INT32_MAX / (kPackItems + 1) &&
+           size[3] <= most && Checked(size[2]) * size[3] < INT32_MAX / (kPackItems + 1) &&
            PackMemory<Chain>::bytes(size[1], pack_pitch(size[3])) <= card.shared_bytes;
   }
 
@@ -185,7 +193,6 @@ class BackwardRun {
   // All that the gradient of v at a place takes, and the sums behind the norm.
   cudaError_t launch_before_gradient(int64_t first_sample, const BackwardWork<T>& work, bool& overlaps,
                                      cudaStream_t stream) const {
-    if (!fits()) return cudaErrorInvalidValue;
     if constexpr (kNeedsStatistics) {
       if (const cudaError_t status = launch_norms(first_sample, work.samples, stream)) return status;
       overlaps = card_.overlaps_kernels;
@@ -280,14 +287,6 @@ class BackwardRun {
   int64_t results() const { return kReducesChannels ? pixels_ : channels_ * windows_; }  // of a sample
   int64_t groups() const { return kNeedsStatistics ? problem_.arguments.num_groups : 1; }
 
-  // Rows and columns, and places in a window, are counted in 31 bits.
-  bool fits() const {
-    constexpr int64_t kMost = INT32_MAX - kPlaneThreads * kThreadValues;
-    const int64_t* const window = problem_.arguments.pool;
-    return !kPools ||
-           (std::max(problem_.v.size[2], problem_.v.size[3]) < kMost && window[0] * window[1] <= INT32_MAX);
-  }
-
   int64_t slices_after_norm() const {
     if (step_.kind == StepKind::kStrips && !kPools) return step_.after_norm_slices;
     return sums_channels_ ? spans() : window_plane_.slices;
@@ -306,21 +305,21 @@ class BackwardRun {
   // ---- memory ----
 
   void take_memory(int64_t step_samples, Workspace& workspace) {
+    const Checked planes = Checked(step_samples) * channels_;
     after_norm_ = take_sums(kAfterNorm<Chain>, kinds(true, {kOfNormWeight, kOfNormBias}), slices_after_norm(),
                             workspace);
     if (writes_) of_all_ = take_sums(kOfAll<Chain>, 0, slices_of_all(), workspace);
     if constexpr (kNeedsStatistics) {
-      norms_ = workspace.take<Norm<T>>(step_samples * channels_);
-      means_ = workspace.take<GroupMeans<T>>(step_samples * groups());
+      norms_ = workspace.take<Norm<T>>(planes);
+      means_ = workspace.take<GroupMeans<T>>(Checked(step_samples) * groups());
     }
     if constexpr (kPools) {
-      window_place_ = workspace.take<int>(step_samples * channels_ * windows_);
-      window_grad_ = workspace.take<T>(step_samples * channels_ * windows_);
-      if (step_.kind == StepKind::kStrips)
-        window_value_ = workspace.take<T>(step_samples * channels_ * windows_);
+      window_place_ = workspace.take<int>(planes * windows_);
+      window_grad_ = workspace.take<T>(planes * windows_);
+      if (step_.kind == StepKind::kStrips) window_value_ = workspace.take<T>(planes * windows_);
     } else if (kReducesChannels && step_.kind != StepKind::kStrips) {
-      most_ = workspace.take<T>(step_samples * pixels_);
-      factor_ = workspace.take<T>(step_samples * pixels_);
+      most_ = workspace.take<T>(Checked(step_samples) * pixels_);
+      factor_ = workspace.take<T>(Checked(step_samples) * pixels_);
     }
   }
 
@@ -330,7 +329,7 @@ class BackwardRun {
     for (int kind = 0; kind < kGradientKinds; ++kind) {
       const bool is_needed = (needed >> kind & 1) != 0 || wanted(kind) != nullptr;
       if ((mask >> kind & 1) != 0 && is_needed)
-        sums.of[kind] = workspace.take<double>(samples_ * channels_ * slices);
+        sums.of[kind] = workspace.take<double>(Checked(samples_) * channels_ * slices);
     }
     return sums;
   }
@@ -474,6 +473,11 @@ class TensorBackward {
                           cudaStream_t stream) const {
     return std::visit(
         [&](const auto& run) { return run.launch_step(first_sample, samples, v, grad_v, stream); }, run_);
+  }
+
+  // Whether its kernels serve.
+  bool fits() const {
+    return std::visit([](const auto& run) { return run.fits(); }, run_);
   }
 
   // The other kinds of steps are of a problem with a conv, which computes in float.

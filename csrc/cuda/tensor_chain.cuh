@@ -90,7 +90,7 @@ class TensorRun {
     work_.statistics = problem_.statistics;
     if (kNeedsStatistics && !work_.plan.resident) {
       work_.parts = workspace_.take<Part<double>>(count_of_parts(work_));
-      norms_ = workspace_.take<Norm<T>>(shape.samples * shape.channels);
+      norms_ = workspace_.take<Norm<T>>(Checked(shape.samples) * shape.channels);
     }
   }
 

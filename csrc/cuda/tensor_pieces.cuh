@@ -1,6 +1,7 @@
 // Launches of a tensor's pieces, and what becomes of their moments.
 #pragma once
 
+#include "../core/checked.h"
 #include "launch.cuh"
 #include "tensor_kernel.cuh"
 
@@ -38,19 +39,19 @@ TensorWork<T> tensor_work(const TensorShape& shape, const TensorPlan& plan, cons
   work.plan = plan;
   work.input = input;
   work.arguments = arguments;
-  work.pieces = shape.samples * plan.units * plan.slices;
+  work.pieces = (Checked(shape.samples) * plan.units * plan.slices).value();
   work.share_of_value = 1 / (double(shape.channels / shape.groups) * double(shape.pixels));
   return work;
 }
 
 template <class T>
-int64_t parts_per_group(const TensorWork<T>& work) {
-  return work.plan.units_per_group * work.plan.slices;
+Checked parts_per_group(const TensorWork<T>& work) {
+  return Checked(work.plan.units_per_group) * work.plan.slices;
 }
 
 template <class T>
-int64_t count_of_parts(const TensorWork<T>& work) {
-  return work.shape.samples * work.shape.groups * parts_per_group(work);
+Checked count_of_parts(const TensorWork<T>& work) {
+  return Checked(work.shape.samples) * work.shape.groups * parts_per_group(work);
 }
 
 // Each block has a piece; those of a group are a cluster, where the step is the whole of the chain.
@@ -72,7 +73,7 @@ cudaError_t launch_norms(TensorWork<Compute<In>>& work, Norm<Compute<In>>* norms
   const StatisticsOutput<Compute<In>> to{norms, work.statistics};
   if (const cudaError_t status = launch_pieces<Chain, In>(work, TensorStep::kMoments, false, stream))
     return status;
-  return launch_group_statistics<Compute<In>>(work.parts, parts_per_group(work), work.shape.samples,
+  return launch_group_statistics<Compute<In>>(work.parts, parts_per_group(work).value(), work.shape.samples,
                                               work.shape.channels, work.shape.pixels, work.arguments, to,
                                               overlaps, stream);
 }

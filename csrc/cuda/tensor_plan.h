@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <numeric>
 
+#include "../core/checked.h"
 #include "card.h"
 #include "divisor.h"
 
@@ -73,8 +74,8 @@ constexpr int kMostThreads = 512;
 constexpr int kParameterKinds = 5;    // that a channel has
 constexpr int kMostWideChannels = 4;  // of a load: a thread has the parameters of each in registers
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t multiple) { return divide_up(a, multiple) * multiple; }
+inline int64_t divide_up(int64_t a, int64_t b) { return divide_up(Checked(a), b).value(); }
+inline int64_t round_up(int64_t a, int64_t multiple) { return round_up(Checked(a), multiple).value(); }
 
 inline int power_of_two_from(int64_t least, int most) {
   int power = 1;
@@ -173,10 +174,11 @@ inline void set_piece(TensorPlan& plan, const TensorTraits& traits, const Tensor
   set_shared_memory(plan, traits);
 }
 
-// Whole groups, as few as make whole vectors and at least so many channels.
-inline int64_t channels_of_groups(const TensorShape& shape, int64_t least, int width) {
+// Whole groups, as few as make whole vectors and at least so many channels; all of them where that takes more
+// than `most`, which would not do.
+inline int64_t channels_of_groups(const TensorShape& shape, int64_t least, int64_t most, int width) {
   const int64_t of_group = shape.channels / shape.groups;
-  for (int64_t groups = 1; groups <= shape.groups; ++groups) {
+  for (int64_t groups = 1; groups <= std::min(shape.groups, most / of_group); ++groups) {
     const int64_t channels = groups * of_group;
     if (shape.groups % groups == 0 && channels >= std::min(least, shape.channels) && channels % width == 0)
       return channels;
@@ -193,18 +195,19 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
   const int64_t some_bytes = (traits.reduces_channels ? 16 : 48) * 1024;
   constexpr int64_t kLeastBytes = 4 * 1024;
   const bool last = shape.channels_last;
-  const int64_t row_bytes = shape.pixels * traits.element_bytes;
+  const int64_t row_bytes = (Checked(shape.pixels) * traits.element_bytes).value();
   const int64_t least_channels =
       last ? strip_bytes / traits.element_bytes : divide_up(kLeastBytes, row_bytes);
-  const int64_t channels = traits.reduces_channels
-                               ? shape.channels
-                               : channels_of_groups(shape, least_channels, last ? plan.width : 1);
   // Where samples are read again, they come from the L2 in part: that is better than a block alone on a
   // multiprocessor, which loads and computes in turns.
   const int64_t most_bytes = traits.reduces_channels ? card.shared_bytes / 2 : card.shared_bytes;
   const int most_blocks = card.capability >= 90 ? 8 : 1;
+  const int64_t most_channels = most_blocks * most_bytes / row_bytes;
+  const int64_t channels = traits.reduces_channels ? shape.channels
+                                                   : channels_of_groups(shape, least_channels, most_channels,
+                                                                        last ? plan.width : 1);
+  if (channels > most_channels) return false;
   const int64_t bytes = channels * row_bytes;
-  if (bytes > most_blocks * most_bytes) return false;
 
   const int blocks = power_of_two_from(divide_up(bytes, some_bytes), most_blocks);
   // Shares of a channel that are less than two sectors of memory cost more than small pieces gain.

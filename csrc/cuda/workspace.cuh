@@ -4,29 +4,30 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../core/checked.h"
 #include "../core/target.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Shares it out. From a null base it only counts the bytes.
+// Shares it out. From a null base it only counts the bytes. Throws where these do not fit in 63 bits.
 class Workspace {
  public:
   explicit Workspace(void* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
 
   template <class T>
-  T* take(int64_t count) {
-    constexpr size_t kAlignment = 256;
-    T* const at = reinterpret_cast<T*>(base_ + bytes_);
-    bytes_ += (count * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+  T* take(Checked count) {
+    constexpr int64_t kAlignment = 256;
+    T* const at = reinterpret_cast<T*>(base_ + bytes());
+    bytes_ = bytes_ + round_up(count * int64_t(sizeof(T)), kAlignment);
     return at;
   }
 
-  size_t bytes() const { return bytes_; }
+  size_t bytes() const { return size_t(bytes_.value()); }
 
  private:
   uintptr_t base_;
-  size_t bytes_ = 0;
+  Checked bytes_ = 0;
 };
 
 }  // namespace FUSEDCONV_TARGET

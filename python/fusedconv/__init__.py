@@ -1,10 +1,7 @@
 """Conv2d and everything after it, as one operator."""
 
-from importlib.metadata import version
-
-from . import functional
+from . import _C, functional
 from ._explain import Explanation, explain
-from ._sharding import register_when_imported
 from .config import float32_precision, get_float32_precision, set_float32_precision, show_config
 from .nn import (
     ConvBiasScaleSigmoidGroupNorm,
@@ -14,9 +11,7 @@ from .nn import (
     ConvReLUHardswish,
 )
 
-__version__ = version("fusedconv")
-
-register_when_imported()
+__version__ = _C.build_info()["version"]
 
 __all__ = [
     "ConvBiasScaleSigmoidGroupNorm",

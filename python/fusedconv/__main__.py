@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ ROUNDS = 15
 WARMUP = 2
 SECONDS_A_MODEL = 8.0  # a slow machine makes fewer rounds
 STEPS_A_MODEL = 3 + ROUNDS  # check, two memories, rounds
+LARGEST_BATCH = 2**31 - 1  # no size overflows
 
 HOW = (
     "error: ||y - reference|| / ||reference||, the reference is plain PyTorch in float64. eager: the plain PyTorch model "
@@ -165,17 +167,29 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.batch is None:
         options.batch = 128 if options.device.type == "cuda" else 8
-    if options.batch < 1:
-        parser.error("--batch must be at least 1")
+    if not 1 <= options.batch <= LARGEST_BATCH:
+        parser.error(f"--batch must be from 1 to {LARGEST_BATCH}, but is {options.batch}")
     return options
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """On a CPU PyTorch says so only in words."""
+    is_cpus = "DefaultCPUAllocator" in str(error)
+    return is_cpus or isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0, or 1 if an error is larger than ERROR_BOUND."""
+    """Returns 0, 1 if an error is larger than ERROR_BOUND, or 2 if memory does not suffice."""
     options = parse(arguments)
     device: torch.device = options.device
-    with torch.inference_mode(), fusedconv.float32_precision("ieee"):
-        results = run(options.batch, device)
+    try:
+        with torch.inference_mode(), fusedconv.float32_precision("ieee"):
+            results = run(options.batch, device)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(f"not enough memory on {device} for --batch {options.batch}", file=sys.stderr)
+        return 2
     environment = {
         "fusedconv": fusedconv.__version__,
         "torch": torch.__version__,
@@ -197,5 +211,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
+def _main_to_pipe() -> int:
+    """For a reader that closes the pipe, such as ``head``."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes when it ends
+        status = 1
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main_to_pipe())

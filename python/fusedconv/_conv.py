@@ -1,8 +1,15 @@
-"""The conv where PyTorch runs it, at the precision asked for. PyTorch's global flags stay untouched."""
+"""The conv where PyTorch runs it, at the precision asked for. PyTorch's global flags stay untouched.
+
+Some of oneDNN's kernels crash, write beyond their memory or are wrong for some geometries, and which ones depends on the
+machine. So PyTorch's conv gets on the CPU only what is right everywhere, as far as one knows; the rest is computed tap by
+tap: for each tap of the kernel one matrix product, of the pixels that it meets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,42 +33,23 @@ def convolution(
     *,
     precision: str | None,
 ) -> Tensor:
-    """``torch.conv2d``; ``"ieee"`` and ``"tf32"`` decide about TF32 instead of PyTorch's flag."""
-    if fails_in_half(input, weight, stride, padding, dilation):
-        bias = None if bias is None else bias.float()
-        wide = torch.conv2d(input.float(), weight.float(), bias, stride, padding, dilation, groups)
-        return wide.to(input.dtype)
-    if precision is None:
-        precision = get_float32_precision()
+    """``torch.conv2d``; ``"ieee"`` and ``"tf32"`` decide about precision instead of PyTorch's flags."""
+    precision = precision or get_float32_precision()
+    geometry = stride, padding, dilation, groups
+    by_taps, dtype = _how(input, weight, geometry, precision, _FORWARD)
+    input, weight, given = input.to(dtype), weight.to(dtype), input.dtype
+    bias = None if bias is None else bias.to(dtype)
+    if by_taps:
+        return _by_taps(input, weight, bias, geometry).to(given)
     if precision == "default":
-        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
+        return torch.conv2d(input, weight, bias, *geometry).to(given)
     cudnn = torch.backends.cudnn
     deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     output: Tensor = _aten._convolution.default(
         input, weight, bias, stride, padding, dilation, False, [0, 0], groups,
         cudnn.benchmark, deterministic, cudnn.enabled, precision == "tf32",
     )  # fmt: skip
-    return output
-
-
-def fails_in_half(
-    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> bool:
-    """Whether oneDNN's conv of bfloat16 or float16 may crash or be wrong: with torch 2.13 and AVX-512 it reads beyond its
-    tables where a window meets nothing but padding, and with AMX or FP16 instructions takes what stands in memory for
-    values where a side of a map has one pixel."""
-    if not _is_half_on_cpu(input):
-        return False
-    sizes = zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    for size, kernel, step, before, gap in sizes:
-        reach = gap * (kernel - 1)
-        if size == 1 or size + 2 * before - reach <= step or before > reach or gap > size:
-            return True
-    return False
-
-
-def _is_half_on_cpu(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.dtype in (torch.bfloat16, torch.float16)
+    return output.to(given)
 
 
 def convolution_backward(
@@ -78,27 +66,201 @@ def convolution_backward(
 ) -> list[Tensor | None]:
     """Gradients of input, weight and bias; None where ``mask`` says that nobody asks for it.
 
-    ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flag would use TF32 against ``"ieee"``,
-    it runs in float64: products of TF32 parts would be exact too, but not their sums, which the tensor cores cut off.
-    ``"tf32"`` allows TF32 and does not force it. On the CPU a weight's gradient in half precision is found in float32:
-    oneDNN's reads beyond its tensors for some geometries, depthwise ones and maps of two columns among them.
+    ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flags would round against ``"ieee"``, it runs
+    in float64: products of TF32 parts would be exact too, but not their sums, which the tensor cores cut off.
+    ``"tf32"`` allows TF32 and does not force it.
     """
+    precision = precision or get_float32_precision()
+    geometry = stride, padding, dilation, groups
 
-    def gradients(dtype: torch.dtype, mask: Sequence[bool]) -> list[Tensor | None]:
-        found: Sequence[Tensor | None] = _aten.convolution_backward.default(
-            grad.to(dtype), input.to(dtype), weight.to(dtype),
-            [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, mask,
-        )  # fmt: skip
+    def gradients(how: tuple[bool, torch.dtype], mask: Sequence[bool]) -> list[Tensor | None]:
+        by_taps, dtype = how
+        tensors = grad.to(dtype), input.to(dtype), weight.to(dtype)
+        if by_taps:
+            found: Sequence[Tensor | None] = _gradients_by_taps(*tensors, geometry, mask)
+        else:
+            found = _aten.convolution_backward.default(
+                *tensors, [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, mask
+            )
         return [None if gradient is None else gradient.to(grad.dtype) for gradient in found]
 
-    if precision is None:
-        precision = get_float32_precision()
-    rounds = grad.is_cuda and grad.dtype is torch.float32 and torch.backends.cudnn.allow_tf32
-    if precision == "ieee" and rounds:
-        return gradients(torch.float64, mask)
-    if fails_in_half(input, weight, stride, padding, dilation):
-        return gradients(torch.float32, mask)
-    if mask[1] and _is_half_on_cpu(input):
-        of_input = gradients(grad.dtype, [True, False, False])[:1] if mask[0] else [None]
-        return [*of_input, *gradients(torch.float32, [False, *mask[1:]])[1:]]
-    return gradients(grad.dtype, mask)
+    of_input, of_weight = (_how(input, weight, geometry, precision, what) for what in (_OF_INPUT, _OF_WEIGHT))
+    if not any(mask[1:]):
+        return gradients(of_input, mask)
+    if not mask[0] or of_input == of_weight:  # oneDNN finds the bias's with the weight's
+        return gradients(of_weight, mask)
+    return [*gradients(of_input, [True, False, False])[:1], *gradients(of_weight, [False, *mask[1:]])[1:]]
+
+
+# ---- who computes it, and in which dtype ----
+
+_Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], int]
+_FORWARD, _OF_INPUT, _OF_WEIGHT = range(3)
+
+# oneDNN's own switch, read by it once. PyTorch's are behind its flags.
+_FPMATH = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE") or os.environ.get("DNNL_DEFAULT_FPMATH_MODE") or ""
+
+
+def _how(
+    input: Tensor, weight: Tensor, geometry: _Geometry, precision: str, what: int
+) -> tuple[bool, torch.dtype]:
+    """Whether tap by tap, or else by PyTorch; and the dtype.
+
+    On the CPU a weight's gradient in half precision is found in float32: oneDNN's reads beyond its tensors for some
+    geometries, depthwise ones and maps of two columns among them. No flag may round what we widened.
+    """
+    dtype = input.dtype
+    if not input.is_cpu:
+        exact = precision == "ieee" and dtype is torch.float32 and input.is_cuda
+        return False, torch.float64 if exact and _rounds_on_cuda(input, weight, geometry, what) else dtype
+    *steps, _ = geometry
+    if dtype.itemsize == 2 and (what == _OF_WEIGHT or fails_in_half(input, weight, *steps)):
+        dtype = torch.float32
+    exact = precision == "ieee" or input.dtype is not dtype
+    if exact and dtype is torch.float32 and _rounds_on_cpu():
+        return True, torch.float64
+    return _fails(input, weight, *steps) or (what == _OF_WEIGHT and _is_narrow(input, weight, *steps)), dtype
+
+
+def fails_in_half(
+    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> bool:
+    """Whether oneDNN's conv of bfloat16 or float16 may crash or be wrong: where ``_fails`` says so, and with AMX or FP16
+    instructions it takes what stands in memory for values where a side of a map has one pixel."""
+    if not input.is_cpu or input.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    sides = zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    has_one_pixel = any(side[0] == 1 or _windows(*side) == 1 for side in sides)
+    return has_one_pixel or _fails(input, weight, stride, padding, dilation)
+
+
+def _fails(
+    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> bool:
+    """Whether a window or a tap meets nothing but padding. There oneDNN's kernels of torch 2.13, in float32 too, read
+    beyond their tables, write beyond their memory, or count in 32 bits what does not fit."""
+    if not input.is_cpu:
+        return False
+    for size, kernel, step, before, gap in zip(
+        input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+    ):
+        reach, last = gap * (kernel - 1), step * (_windows(size, kernel, step, before, gap) - 1)
+        has_idle_window = before > reach or gap > size
+        has_idle_tap = reach - before >= size or before > last or step > size
+        if has_idle_window or has_idle_tap:
+            return True
+    return False
+
+
+def _is_narrow(
+    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> bool:
+    """Whether oneDNN's gradient of a 1x1 weight writes beyond its memory: with strides, it packs the pixels of less
+    channels than a block as if there were a block of them (oneDNN 3.12, its issue 6035)."""
+    return input.shape[1] < _BLOCK and tuple(weight.shape[2:]) == (1, 1) and max(stride) > 1
+
+
+_BLOCK = 16  # channels; 8 with AVX2
+
+
+def _windows(size: int, kernel: int, step: int, before: int, gap: int) -> int:
+    """Pixels of a side of the output."""
+    return (size + 2 * before - gap * (kernel - 1) - 1) // step + 1
+
+
+def _rounds_on_cpu() -> bool:
+    """Whether products of float32 may be rounded on machines that are faster then."""
+    return (
+        _FPMATH.lower() not in ("", "strict")
+        or _may_round("mkldnn", "conv")
+        or _may_round("mkldnn", "matmul")
+    )
+
+
+def _rounds_on_cuda(input: Tensor, weight: Tensor, geometry: _Geometry, what: int) -> bool:
+    """Whether products of float32 are rounded in spite of ``allow_tf32=False``, which only cuDNN's forward is told."""
+    conv, matmul = _may_round("cuda", "conv") and what != _FORWARD, _may_round("cuda", "matmul")
+    if conv == matmul:
+        return conv
+    *steps, groups = geometry
+    backend = torch._C._select_conv_backend(input, weight, None, *steps, False, [0, 0], groups)
+    return matmul if backend.name.startswith("Slow") else conv
+
+
+def _may_round(backend: str, op: str) -> bool:
+    """What PyTorch's flags say. Those of old raise where one of torch 2.9's was set."""
+    precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if precision is not None:
+        return precision(backend, op) in ("tf32", "bf16")
+    if op == "matmul":
+        return torch.get_float32_matmul_precision() != "highest"
+    return backend == "cuda" and torch.backends.cudnn.allow_tf32
+
+
+# ---- tap by tap ----
+
+
+def _by_taps(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
+    *steps, groups = geometry
+    x, w = _grouped(input, 1, groups), _grouped(weight, 0, groups)
+    sides = zip(input.shape[2:], weight.shape[2:], *steps, strict=True)
+    y = x.new_zeros(x.shape[0], *w.shape[:2], *[_windows(*side) for side in sides])
+    for tap, of_input, of_output in _taps(input, weight, *steps):
+        y[of_output] += torch.einsum("goi,ngihw->ngohw", w[tap], x[of_input])
+    y = y.flatten(1, 2)
+    return y if bias is None else y + bias.view(-1, 1, 1)
+
+
+def _gradients_by_taps(
+    grad: Tensor, input: Tensor, weight: Tensor, geometry: _Geometry, mask: Sequence[bool]
+) -> list[Tensor | None]:
+    *steps, groups = geometry
+    x, w = _grouped(input, 1, groups), _grouped(weight, 0, groups)
+    g = _grouped(grad, 1, groups)
+    of_x = x.new_zeros(x.shape) if mask[0] else None
+    of_w = w.new_zeros(w.shape) if mask[1] else None
+    for tap, of_input, of_output in _taps(input, weight, *steps):
+        if of_x is not None:
+            of_x[of_input] += torch.einsum("goi,ngohw->ngihw", w[tap], g[of_output])
+        if of_w is not None:
+            of_w[tap] = torch.einsum("ngohw,ngihw->goi", g[of_output], x[of_input])
+    return [
+        None if of_x is None else of_x.flatten(1, 2),
+        None if of_w is None else of_w.flatten(0, 1),
+        grad.sum((0, 2, 3)) if mask[2] else None,
+    ]
+
+
+def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
+    """Its channels, which stand at ``dim``, as groups and the channels of a group."""
+    shape = tensor.shape
+    return tensor.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
+
+
+_Index = tuple[Any, ...]
+
+
+def _taps(
+    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Iterator[tuple[_Index, _Index, _Index]]:
+    """Those that meet the map: where they stand in the kernel, what they meet, and the pixels of the output for which."""
+    rows, columns = (
+        _taps_of_side(*side)
+        for side in zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    )
+    for i, h, to_h in rows:
+        for j, w, to_w in columns:
+            yield (..., i, j), (..., h, w), (..., to_h, to_w)
+
+
+def _taps_of_side(size: int, kernel: int, step: int, before: int, gap: int) -> list[tuple[int, slice, slice]]:
+    taps = []
+    windows = _windows(size, kernel, step, before, gap)
+    for tap in range(kernel):
+        place = tap * gap - before  # of the tap in the first window
+        first = max(0, -(place // step))
+        last = min(windows - 1, (size - 1 - place) // step)
+        if first <= last:
+            met = slice(place + first * step, place + last * step + 1, step)
+            taps.append((tap, met, slice(first, last + 1)))
+    return taps

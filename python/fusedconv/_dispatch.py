@@ -23,7 +23,9 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
-LIBRARY: Any = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
+from ._sharding import register_if_imported
+
+LIBRARY: Any = None
 
 # The output's memory format follows the input's strides: a compiler must not change them behind our back.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -32,7 +34,12 @@ AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 _BELOW = _BELOW_AUTOGRAD.raw_repr()  # sets of keys as bits, which are quicker to compare
+_NESTED = torch._C.DispatchKeySet(torch._C.DispatchKey.NestedTensor).raw_repr()
 _CPU_ONLY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+_graphs_open_levels = False  # whether a tracer met a tangent
 
 _MOST_PREPARED = 1024  # signatures that an operator remembers
 
@@ -42,6 +49,8 @@ Function = Callable[..., Any]
 class Rules(Protocol):
     """An operator's, one for each of the keys above."""
 
+    op: Any
+
     def vmap(self, *args: Any, **options: Any) -> Any: ...
     def autocast(self, *args: Any, **options: Any) -> Any: ...
     def autograd(self, *args: Any, **options: Any) -> Any: ...
@@ -49,6 +58,14 @@ class Rules(Protocol):
     def cuda(self, *args: Any, **options: Any) -> Any: ...
     def fake(self, *args: Any, **options: Any) -> Any: ...
     def plain(self, *args: Any, **options: Any) -> Any: ...
+
+
+def open_library() -> None:
+    """For all operators together: what an import that was interrupted had registered goes."""
+    global LIBRARY
+    if LIBRARY is not None:
+        LIBRARY._destroy()
+    LIBRARY = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
 
 
 def define(schema: str) -> Any:
@@ -63,8 +80,15 @@ def implement(name: str, rules: Rules) -> None:
     LIBRARY.impl(name, rules.autograd, "Autograd", with_keyset=True)
     LIBRARY.impl(name, rules.cpu, "CPU")
     LIBRARY.impl(name, rules.cuda, "CUDA")
-    torch.library.register_fake(f"fusedconv::{name}", rules.fake, lib=LIBRARY)
+    for key in ("NestedTensorCPU", "NestedTensorCUDA"):
+        LIBRARY.impl(name, rules.fake, key)  # says that no argument may be nested
+    torch.library.register_fake(f"fusedconv::{name}", partial(_fake, rules.fake), lib=LIBRARY)
     LIBRARY.impl(name, rules.plain, "CompositeExplicitAutograd")
+
+
+def _fake(rule: Function, *args: Any, **options: Any) -> Any:
+    register_if_imported()
+    return rule(*args, **options)
 
 
 def remember(prepared: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], run: Function) -> None:
@@ -78,13 +102,14 @@ def remember(prepared: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], r
 # ---- gradients ----
 
 
-def below_autograd(
-    op: Any, cpu: Function, keyset: Any, args: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
-    if keyset.raw_repr() & _BELOW == _CPU_ONLY:
-        return cpu(*args, **options)  # the dispatcher would convert all arguments there and back
+def below_autograd(rules: Rules, keyset: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    keys = keyset.raw_repr()
+    if keys & _BELOW == _CPU_ONLY:
+        return rules.cpu(*args, **options)  # the dispatcher would convert all arguments there and back
+    if keys & _NESTED:
+        return rules.fake(*args, **options)  # says what is wrong; the jagged layout's own rule would not
     with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
+        return rules.op.redispatch(keyset & _BELOW_AUTOGRAD, *args, **options)
 
 
 def needs_gradient(tensors: Sequence[Tensor | None]) -> bool:
@@ -96,11 +121,31 @@ def needs_gradient(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def has_tangent(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether forward-mode differentiation is on and one of the tensors takes part in it."""
-    return forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
-        for tensor in tensors
-    )
+    """Whether one of the tensors takes part in forward-mode differentiation.
+
+    They know themselves, but asking takes long: it is done where a level may be open. Python's count of levels misses
+    those that a traced graph opens. It does so under torch.func, or was seen to when it was traced.
+    """
+    global _graphs_open_levels
+    level = forward_ad._current_level >= 0
+    active = torch._C._are_functorch_transforms_active()
+    if not (level or active or _graphs_open_levels):
+        return False
+    if not any(map(_is_dual, tensors)):
+        return False
+    _graphs_open_levels |= level and not active and torch._C._get_dispatch_mode(_FAKE) is not None
+    return True
+
+
+def _is_dual(tensor: Tensor | None) -> bool:
+    if tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
+        return False  # none, or one that the checks will refuse
+    return torch._VF._unpack_dual(tensor, level=0).tangent is not None
+
+
+def recorder(function: type[torch.autograd.Function]) -> Any:
+    """Its ``apply``, which would bind arguments by `inspect` and look for functorch, which has been dealt with: 30 us."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 # ---- autocast and vmap ----

@@ -20,7 +20,7 @@ from ._measure import copy_rate, product_rate
 from ._register import OPERATORS, Operator
 from .chains import check_conv
 from .config import get_float32_precision
-from .nn import _ConvChain
+from .nn import WHY_CALLED, _ConvChain
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,6 @@ class Explanation:
         return "\n".join([self.operator or "no operator of fusedconv", *lines])
 
 
-_WHY = {
-    "conv": "conv is replaced, hooked, parametrised or sharded, or pads as no operator does",
-    "group_norm": "group_norm is replaced, hooked, parametrised or sharded",
-}
-
-
 def explain(module_or_operator: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanation:
     """What ``module_or_operator(*inputs, **kwargs)`` would do, without running it.
 
@@ -122,7 +116,7 @@ def explain(module_or_operator: Callable[..., Any], *inputs: Any, **kwargs: Any)
         )
     explanation = replace(explanations[0], pytorch=(*seen.pytorch, *explanations[0].pytorch))
     if called:
-        reason = "; ".join(_WHY[part] for part in called)
+        reason = "; ".join(WHY_CALLED[part] for part in called)
         explanation = replace(explanation, path="step by step", reason=reason)
     return explanation
 

@@ -53,18 +53,54 @@ def form(tensor: Tensor) -> _C.Form:
 # Products for one value of a conv's output. Up to so many our own conv is the faster one with its chain; beyond, the conv
 # takes nearly all of the time, and oneDNN's, which blocks over many channels, takes less of it.
 _MOST_PRODUCTS = 512
+# Of input channels; each is a plane of its own to our conv.
+_MOST_INPUT_CHANNELS = 64
+# Our conv computes a tile's output as one run of pixels, rows with all that the filter reaches beyond them, in whole
+# vectors, and packs the input of each tile with its padding (csrc/cpu/conv_source.h, plan.h). So many times the output
+# it may compute, and so many times input and output it may pack: beyond, work and memory would follow from padding and
+# dilation.
+_MOST_COMPUTED = 2
+_MOST_PACKED = 4
+_TILE_PIXELS = 2048
+_VECTOR = 16  # lanes of the widest, on all machines
 
 
-def _words_on_cpu(input: Tensor, weight: Tensor, groups: int) -> str:
+def _words_on_cpu(args: Sequence[Any]) -> str:
     """Who runs the conv on the CPU, and why. oneDNN has no float64, and our own conv no groups and no half precision."""
-    if groups != 1:
+    input, weight = args[:2]
+    if args[-1] != 1:
         return "two-step, groups"
     if input.dtype not in (torch.float32, torch.float64):
         return f"two-step, {_name(input.dtype)}"
     products = math.prod(weight.shape[1:])
     if input.dtype is torch.float32 and products > _MOST_PRODUCTS:
         return f"two-step, {products} products for a value"
+    if input.dtype is torch.float32 and weight.shape[1] > _MOST_INPUT_CHANNELS:
+        return f"two-step, {weight.shape[1]} input channels"
+    pixels, computed, packed = _pixels_on_cpu(args)
+    if computed > _MOST_COMPUTED * pixels:
+        return f"two-step, {computed} pixels to compute for {pixels}"
+    packed *= weight.shape[1]
+    values = math.prod(input.shape[1:]) + weight.shape[0] * pixels
+    if packed > _MOST_PACKED * values:
+        return f"two-step, {packed} values to pack for {values}"
     return f"direct, {_C.cpu_isa()}, {products} products for a value"
+
+
+def _pixels_on_cpu(args: Sequence[Any]) -> tuple[int, int, int]:
+    """Of a sample: pixels of the output; those that our conv computes for them; those that it packs of a channel."""
+    (rows, reach_rows, row_phases), (columns, reach_columns, column_phases) = [
+        ((size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1,
+         dilation * (kernel - 1) // stride, min(stride, dilation * (kernel - 1) + 1))
+        for size, kernel, stride, padding, dilation in zip(
+            args[0].shape[2:], args[1].shape[2:], *args[GEOMETRY][:3], strict=True
+        )
+    ]  # fmt: skip
+    pitch = columns + reach_columns
+    tile_rows = max(1, min(rows, _TILE_PIXELS // pitch))
+    packed_rows = -(-rows // tile_rows) * (tile_rows + reach_rows) * row_phases
+    computed = -(-rows * pitch // _VECTOR) * _VECTOR
+    return rows * columns, computed, packed_rows * pitch * column_phases
 
 
 # Of input and output channels the fewer. Up to so many our own gradients of the conv are the faster ones; oneDNN's work
@@ -76,19 +112,20 @@ _NARROW = 28
 _GRADIENTS_ON = ("avx2", "avx512")
 
 
-def words_of_gradients_on_cpu(v: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> str:
+def words_of_gradients_on_cpu(args: Sequence[Any], columns: int) -> str:
     """Who computes the conv's gradients on the CPU, and why. Ours are in float32 and of stride 1: there the input's
-    gradient is a conv of v's gradient, in the layout that it has."""
-    words = _words_on_cpu(v, weight, groups)
+    gradient is a conv of v's gradient, in the layout that it has. ``columns`` are v's."""
+    words = _words_on_cpu(args)
     if not words.startswith("direct"):
         return words
-    if v.dtype is not torch.float32:
-        return f"two-step, {_name(v.dtype)}"
+    (input, weight), stride = args[:2], args[GEOMETRY][0]
+    if input.dtype is not torch.float32:
+        return f"two-step, {_name(input.dtype)}"
     if tuple(stride) != (1, 1):
         return f"two-step, stride {list(stride)}"
     if _C.cpu_isa() not in _GRADIENTS_ON:
         return f"two-step, {_C.cpu_isa()}"
-    channels, columns = min(weight.shape[:2]), v.shape[3]
+    channels = min(weight.shape[:2])
     if channels > (_MOST_CHANNELS_OF_NARROW if columns < _NARROW else _MOST_CHANNELS):
         return f"two-step, {channels} channels, {columns} columns"
     return words
@@ -200,7 +237,7 @@ class Launcher:
         return _by_setting({name: prepare(name) for name in ("default", "ieee", "tf32")})
 
     def plan_cpu(self, args: Sequence[Any], output: Tensor) -> ConvPlan:
-        words = _words_on_cpu(args[0], args[1], groups=args[-1])
+        words = _words_on_cpu(args)
         if not words.startswith("direct"):
             return ConvPlan(words, None)
         return ConvPlan(words, self._launch(args, output, self.numbers(args), self.conv(args, tf32=False)))

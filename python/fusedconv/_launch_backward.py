@@ -144,7 +144,7 @@ class BackwardLauncher:
         self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted
     ) -> FindGradients | None:
         """The chain's part and the conv's, in float32; None where the conv's gradients are left to PyTorch."""
-        words = words_of_gradients_on_cpu(v, args[1], stride=args[GEOMETRY][0], groups=args[-1])
+        words = words_of_gradients_on_cpu(args, columns=v.shape[3])
         if not words.startswith("direct"):
             return None
         self._forward.tell(args, f"{words}, with the conv's gradients", backward=True)

@@ -22,6 +22,8 @@ from ._dispatch import (
     has_tangent,
     implement,
     needs_gradient,
+    open_library,
+    recorder,
     remember,
     unmapped,
     without_autocast,
@@ -39,7 +41,7 @@ from .chains import (
     check_tensor,
     compute_dtype,
 )
-from .config import check_precision, get_float32_precision, is_traced
+from .config import check_precision, get_float32_precision, is_traced, is_traced_above_autograd
 
 _CONV = "SymInt[2] stride=1, SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1"
 # output_dtype is for our autocast rule alone: float32 where the unfused chain's own would be a half precision
@@ -111,7 +113,7 @@ class Operator:
         tensors = [given[i] for i in self.places[len(given)]]
         tangent = has_tangent(tensors)
         if not tangent and not needs_gradient(tensors):
-            output: Tensor = below_autograd(self.op, self.cpu, keyset, given, options)
+            output: Tensor = below_autograd(self, keyset, given, options)
             return output
         if tangent or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
@@ -134,9 +136,8 @@ class Operator:
         # the checks will say what None is
         has_kernels = input is not None and (input.is_cpu or input.is_cuda)
         if self.with_statistics is None or not has_kernels:
-            return below_autograd(self.op, self.cpu, keyset, given, options), None
-        op, cpu = self.with_statistics.op, self.with_statistics.cpu
-        output, statistics = below_autograd(op, cpu, keyset, given, options)
+            return below_autograd(self, keyset, given, options), None
+        output, statistics = below_autograd(self.with_statistics, keyset, given, options)
         return output, statistics
 
     def cpu(self, *given: Any, **options: Any) -> Tensor:
@@ -272,7 +273,7 @@ class WithStatistics(Inner):
         tangent = has_tangent(tensors)
         if not tangent and not needs_gradient(tensors):
             # under torch.func too: the graph's backward runs, and wants the statistics
-            return below_autograd(self.op, self.cpu, keyset, given, options)
+            return below_autograd(self, keyset, given, options)
         if tangent or torch._C._are_functorch_transforms_active():
             return self.plain(*given, **options)
         return self.operator.record(keyset, given, options, tensors)
@@ -332,14 +333,16 @@ class _Gradient(torch.autograd.Function):
         *tensors, statistics = ctx.saved_tensors
         for i, tensor in zip(operator.tensors, tensors, strict=False):
             args[i] = tensor
+        # a tracer above autograd did not see them: they would be constants of its graph
+        if statistics is not None and is_traced_above_autograd():
+            _, statistics = operator.with_statistics.op(*args, precision=ctx.precision)
         mask = [*needed, *[False] * (len(operator.tensors) - len(needed))]
         found = as_tuple(operator.backward.op(grad, *args, statistics, mask, precision=ctx.precision))
         gradients = [gradient if needs else None for gradient, needs in zip(found, needed, strict=False)]
         return (None, None, None, None, *gradients)
 
 
-# Function.apply binds its arguments by `inspect` and looks for functorch, which has been dealt with: 30 us.
-_record: Any = super(torch.autograd.Function, _Gradient).apply
+_record = recorder(_Gradient)
 
 
 # ---- helpers ----
@@ -383,6 +386,7 @@ def _autocasts(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype is not torch.float64
 
 
+open_library()
 OPERATORS = {
     operator.name: operator
     for chain in CHAINS

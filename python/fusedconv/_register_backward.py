@@ -17,16 +17,18 @@ from ._dispatch import (
     AUTOGRAD,
     Function,
     Inner,
+    as_tuple,
     below_autograd,
     define,
     has_tangent,
     implement,
     needs_gradient,
+    recorder,
     remember,
     returns,
 )
 from ._launch_backward import BackwardLauncher, ChainBackward, Gradients, Wanted
-from .chains import check_conv
+from .chains import check_conv, check_tensor
 from .config import get_float32_precision
 
 if TYPE_CHECKING:
@@ -71,27 +73,34 @@ class Backward(Inner):
 
     def autograd(self, keyset: Any, *args: Any, **options: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
-        if needs_gradient(tensors) or has_tangent(tensors):
-            if any(map(_is_dtensor, tensors)):  # what DTensor gives for a conv's second gradient is wrong
-                raise NotImplementedError(
-                    f"{self.operator.name}: gradients of a DTensor cannot be differentiated again "
-                    "(create_graph=True); use local tensors"
-                )
-            return self.again(*args, **options)
-        return below_autograd(self.op, self.cpu, keyset, args, options)
-
-    def again(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        """Differentiable: torch.func.vjp leaves the arguments' own history in place, for double backward."""
-
-        def pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
-            gradients: Sequence[Tensor] = torch.func.vjp(function, *leaves)[1](grad)
-            return gradients
-
+        tangent = has_tangent(tensors)
+        if not tangent and not needs_gradient(tensors):
+            return below_autograd(self, keyset, args, options)
         if torch._C._are_functorch_transforms_active():  # where torch.func.vjp is not to be had
             raise NotImplementedError(
                 f"{self.operator.name}: a traced graph that holds its backward cannot be differentiated by "
                 "torch.func; use torch.autograd, or transform the function and trace that"
             )
+        if tangent:
+            self.refuse_dtensors(tensors)
+            return self.again(*args, **options)
+        return _record(self, keyset, options, args, *tensors)
+
+    def refuse_dtensors(self, tensors: Sequence[Tensor]) -> None:
+        """What DTensor gives for a conv's second gradient is wrong."""
+        if any(map(_is_dtensor, tensors)):
+            raise NotImplementedError(
+                f"{self.operator.name}: gradients of a DTensor cannot be differentiated again "
+                "(create_graph=True); use local tensors"
+            )
+
+    def again(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
+        """Differentiable: torch.func.vjp leaves the arguments' own history in place."""
+
+        def pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
+            gradients: Sequence[Tensor] = torch.func.vjp(function, *leaves)[1](grad)
+            return gradients
+
         chain_backward = self.by_reference(pullback, grad.dtype, self.wanted(args[-1]))
         found = self.step_by_step(self.operator.source, chain_backward, grad, args, precision)
         return returns([found[i] if i in found else grad.new_empty(0) for i in self.operator.tensors])
@@ -107,6 +116,7 @@ class Backward(Inner):
         return self.run(partial(self.by_kernels, self.prepare_cuda), grad, args, precision)
 
     def plain(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
+        self.check_grad(grad)
         chain_backward = self.by_reference(_recorded_pullback, grad.dtype, self.wanted(args[-1]))
         find = partial(self.step_by_step, self.operator.source, chain_backward)
         return self.run(find, grad, args, precision)
@@ -125,10 +135,14 @@ class Backward(Inner):
         )
 
     def fake(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
+        self.check_grad(grad)
         for a in args:
             if isinstance(a, Tensor) and a.device != grad.device:
                 raise RuntimeError(f"an argument is on {a.device}, but grad is on {grad.device}")
         return returns([grad.new_empty(0) if a is None else torch.empty_like(a) for a in self.asked(args)])
+
+    def check_grad(self, grad: Tensor) -> None:
+        check_tensor(f"{self.operator.name}: grad", grad, False)
 
     def asked(self, args: Sequence[Any]) -> list[Tensor | None]:
         """The tensor arguments, None where the mask does not ask for the gradient."""
@@ -248,6 +262,48 @@ class Backward(Inner):
             grad_v, *args[TENSORS][:2], *args[GEOMETRY], precision=precision, mask=conv_mask
         )
         return {**gradients, **{i: g for i, g in enumerate(of_conv) if g is not None}}
+
+
+class _SecondGradient(torch.autograd.Function):
+    """Differentiates backward by the reference, but not before somebody asks for that: a graph that was traced for
+    training, and is traced again with gradients on, goes on to hold the operator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, backward: Backward, keyset: Any, options: Any, args: Sequence[Any], *tensors: Tensor
+    ) -> Any:
+        found = below_autograd(backward, keyset, args, options)
+        ctx.save_for_backward(*tensors)
+        unasked = [g for g, wants in zip(as_tuple(found), args[-1], strict=True) if not wants]
+        ctx.mark_non_differentiable(*unasked)
+        ctx.set_materialize_grads(False)
+        ctx.backward, ctx.options = backward, options
+        ctx.rest = [None if isinstance(a, Tensor) else a for a in args]
+        ctx.places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.backward.refuse_dtensors(ctx.saved_tensors)
+        needed = ctx.needs_input_grad[4:]
+        tensors = dict(zip(ctx.places, ctx.saved_tensors, strict=True))
+        leaves = [i for i, needs in zip(ctx.places, needed, strict=True) if needs]
+        mask = [grad is not None for grad in grads]
+        if not any(mask):
+            return (None,) * len(ctx.needs_input_grad)
+
+        def backward(*values: Tensor) -> list[Tensor]:
+            given = tensors | dict(zip(leaves, values, strict=True))
+            args = [given.get(i, a) for i, a in enumerate(ctx.rest[:-1])]
+            found = as_tuple(ctx.backward.again(*args, mask, **ctx.options))
+            return [g for g, wants in zip(found, mask, strict=True) if wants]
+
+        pullback = torch.func.vjp(backward, *[tensors[i] for i in leaves])[1]
+        found = iter(pullback([grad for grad in grads if grad is not None]))
+        return (None, None, None, None, *[next(found) if needs else None for needs in needed])
+
+
+_record = recorder(_SecondGradient)
 
 
 # ---- helpers ----

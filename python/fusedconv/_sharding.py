@@ -1,6 +1,7 @@
 """What DTensor is told about the operators. Samples do not see each other, so shards of the batch need no communication.
 
-The rules are registered once DTensor is imported: that takes half a second, which a process without it need not spend.
+They are registered when they are first needed: to import DTensor takes half a second, which a process without it need not
+spend.
 """
 
 from __future__ import annotations
@@ -9,16 +10,14 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ._register import OPERATORS, Operator
+if TYPE_CHECKING:
+    from ._register import Operator
 
 _log = logging.getLogger("fusedconv")
 
-_DTENSOR = "torch.distributed.tensor"
+_is_registered = False
 
 # Of the outputs, and of the arguments: None for what is no tensor.
 Placements = list[Any]
@@ -61,7 +60,17 @@ def _backward(operator: Operator, grad: Any, *args: Any, **options: Any) -> Rule
     ]
 
 
+def register_if_imported() -> None:
+    """For every fake kernel: DTensor asks one how an output looks, and only then looks for a rule."""
+    global _is_registered
+    if not _is_registered and "torch.distributed.tensor" in sys.modules:
+        _register()
+        _is_registered = True
+
+
 def _register() -> None:
+    from ._register import OPERATORS
+
     try:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
@@ -81,33 +90,3 @@ def _register() -> None:
             # it to pass over those before the first int: stride and padding.
             options = [a.name for a in op._schema.arguments if a.kwarg_only]
             schemas[op] = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=options, needs_pytree=True)
-
-
-class _AfterImport(MetaPathFinder):
-    """Finds DTensor's module as the other finders do, and registers the rules once it has been executed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _DTENSOR:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            sys.meta_path.remove(self)  # not before: a spec may be asked for without an import
-            _register()
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
-
-
-def register_when_imported() -> None:
-    if _DTENSOR in sys.modules:
-        _register()
-    else:
-        sys.meta_path.insert(0, _AfterImport())

@@ -191,6 +191,8 @@ def check_tensor(name: str, tensor: Tensor | None, optional: bool) -> None:
     if tensor is None:
         if not optional:
             raise RuntimeError(f"{name} must be a tensor, but is None")
+    elif tensor.is_nested:
+        raise RuntimeError(f"{name} must be a dense tensor, but is nested")
     elif tensor.layout is not torch.strided:
         raise RuntimeError(f"{name} must be a dense tensor, but its layout is {tensor.layout}")
 

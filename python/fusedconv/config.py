@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from importlib.metadata import version
 from types import TracebackType
 
 import torch
@@ -13,26 +12,29 @@ import torch
 from . import _C
 
 _precision = "default"
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def _show_log(level: str) -> None:
     """Messages of the logger ``fusedconv`` from this level on go to stderr; without a level all stays as it is."""
-    if not level:
+    logger = logging.getLogger("fusedconv")
+    if not level or any(handler.name == "FUSEDCONV_LOG" for handler in logger.handlers):
         return
     if level.lower() not in _LEVELS:
         raise ValueError(f"FUSEDCONV_LOG must be one of {', '.join(_LEVELS)}, but is {level!r}")
     handler = logging.StreamHandler()
+    handler.name = "FUSEDCONV_LOG"
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     # Where the program has set up logging, its own handlers show them.
     handler.addFilter(lambda record: not logging.root.handlers)
-    logger = logging.getLogger("fusedconv")
     logger.setLevel(level.upper())
     logger.addHandler(handler)
 
 
 _show_log(os.environ.get("FUSEDCONV_LOG", ""))
+_C.cpu_isa()  # raises ValueError where FUSEDCONV_CPU_ISA asks for what this machine does not have
 
 
 def check_precision(precision: str | None) -> None:
@@ -67,12 +69,13 @@ def get_float32_precision() -> str:
 
 
 def is_traced() -> bool:
-    """Whether a tracer stands below autograd, or above it (pre-dispatch), and records the operators that it meets."""
-    proxy = torch._C._TorchDispatchModeKey.PROXY
-    return (
-        torch._C._get_dispatch_mode(proxy) is not None
-        or torch._ops._get_dispatch_mode_pre_dispatch(proxy) is not None  # type: ignore[no-untyped-call]
-    )
+    """Whether a tracer stands below autograd, or above it, and records the operators that it meets."""
+    return torch._C._get_dispatch_mode(_PROXY) is not None or is_traced_above_autograd()
+
+
+def is_traced_above_autograd() -> bool:
+    """Whether the tracer is one "pre-dispatch"."""
+    return torch._ops._get_dispatch_mode_pre_dispatch(_PROXY) is not None  # type: ignore[no-untyped-call]
 
 
 def precision_to_record() -> str | None:
@@ -118,12 +121,13 @@ def _cuda_devices() -> str:
 
 def show_config() -> str:
     """The build and the machine, one fact a line. Initialises CUDA where there is a GPU."""
+    build = _C.build_info()
     facts = {
-        "fusedconv": version("fusedconv"),
+        "fusedconv": build.pop("version"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{name.replace("_", " "): value for name, value in _C.build_info().items() if name != "version"},
+        **{name.replace("_", " "): value for name, value in build.items()},
         "CPU instruction set": f"{_C.cpu_isa()} (this machine can run {', '.join(_C.cpu_isas())})",
         "CPU threads": str(torch.get_num_threads()),
         "CUDA devices": _cuda_devices(),

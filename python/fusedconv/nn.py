@@ -3,8 +3,8 @@
 Each holds the same submodules and parameters, under the same names and created in the same order, as the plain
 PyTorch model: its checkpoints load with ``strict=True``, and the same seed gives the same weights. Each looks at
 its parts in every call: where a part is not a stock ``nn.Conv2d`` or ``nn.GroupNorm`` (LoRA, pruning, hooks,
-parametrisations, ``fully_shard``, an overridden forward), that part is called, and the rest stays fused as far
-as it can be.
+parametrisations, ``fully_shard``, an overridden forward, a patched class), that part is called, and the rest stays
+fused as far as it can be.
 
 Input and parameters are float32, float64, bfloat16 or float16; the conv's parameters share the input's dtype, the
 others have that or float32. A call raises what :mod:`fusedconv.functional` raises, a constructor what ``nn.Conv2d``
@@ -13,14 +13,20 @@ and ``nn.GroupNorm`` raise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+import functools
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, cast
 
 import torch
 import torch.nn.functional as F
-import torch.nn.modules.module as _every_module
 from torch import Tensor, nn
+from torch.nn.modules.conv import Conv2d
+from torch.nn.modules.normalization import GroupNorm
 
+from ._stock import is_stock_conv, is_stock_norm
 from .chains import as_pair
 from .config import precision_to_record
 
@@ -37,6 +43,9 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger("fusedconv")
+
+Arguments = ParamSpec("Arguments")
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
@@ -81,6 +90,31 @@ def _conv2d(
     )  # fmt: skip
 
 
+def _signature(init: Callable[..., None]) -> inspect.Signature:
+    """With the conv's keywords in place of ``**options``."""
+    own = inspect.signature(init)
+    keywords = [p for p in inspect.signature(_conv2d).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return own.replace(parameters=[*list(own.parameters.values())[:-1], *keywords])
+
+
+def _constructor(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Shows all keywords to who asks (``skip_init``, ``help``), and in the error where the arguments are wrong."""
+    signature = _signature(init)
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()][1:]
+    takes = inspect.Signature(parameters)
+
+    @functools.wraps(init)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(args[0]).__name__}: {error}; it takes {takes}") from None
+        init(*args, **kwargs)
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return checked
+
+
 def _parameter(name: str, tensor: Tensor) -> nn.Parameter:
     """A parameter as it is; any other tensor as a parameter that is trained if the tensor was."""
     if not isinstance(tensor, Tensor):
@@ -107,36 +141,17 @@ def _precision() -> str | None:
         return precision_to_record()
 
 
-def _is_ordinary(tensor: Any) -> bool:
-    """Whether the tensor's type leaves it to PyTorch what a conv or a norm does with it. A quantised one may not."""
-    kind = type(tensor)
-    return (
-        kind is nn.Parameter
-        or not isinstance(tensor, Tensor)
-        or kind is Tensor
-        or kind.__torch_function__ is torch._C._disabled_torch_function_impl
-    )
+WHY_CALLED = {
+    "conv": "conv is replaced, patched, hooked, parametrised or sharded, or pads as no operator does",
+    "group_norm": "group_norm is replaced, patched, hooked, parametrised or sharded",
+}
 
 
-def _is_stock(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of ``module`` does what ``kind`` does and nothing more."""
-    parameters = module._parameters
-    return type(module) is kind and not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or "_conv_forward" in module.__dict__
-        or _every_module._global_forward_hooks
-        or _every_module._global_forward_pre_hooks
-        or _every_module._global_backward_hooks
-        or _every_module._global_backward_pre_hooks
-        or "weight" not in parameters
-        or not _is_ordinary(parameters["weight"])
-        or "bias" not in parameters
-        or not _is_ordinary(parameters["bias"])
-    )
+@functools.cache
+def _tell_once(message: str, warns: bool) -> None:
+    _log.info(message)
+    if warns:
+        warnings.warn(message, stacklevel=4)  # at the caller of from_modules
 
 
 _Geometry = tuple[()] | tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
@@ -173,7 +188,7 @@ class _ConvChain(nn.Module):
     def _geometry(self) -> _Geometry | None:
         """The conv's last arguments, in numbers; None if no operator would do what the conv does."""
         conv = cast(nn.Conv2d, self._modules["conv"])  # self.conv would take ten times as long
-        if not _is_stock(conv, nn.Conv2d) or conv.padding_mode != "zeros":
+        if not is_stock_conv(conv) or conv.padding_mode != "zeros":
             return None
         stride, dilation = as_pair(conv.stride), as_pair(conv.dilation)
         if not isinstance(conv.padding, str):
@@ -207,6 +222,18 @@ class _ConvChain(nn.Module):
         """The parts that a call runs by themselves, for an operator would not do what they do."""
         return ("conv",) if self._geometry is None else ()
 
+    def _tell_what_is_called(self) -> None:
+        """Once for each cause. A part with a stock one in it (LoRA) is meant to be called; another may be a mistake."""
+        for name in self._called_parts():
+            part = cast(nn.Module, self._modules[name])
+            fused = f"{self._operator} is" if self._operator else "nothing is"
+            is_meant = any(isinstance(module, Conv2d | GroupNorm) for module in part.modules())
+            _tell_once(
+                f"{type(self).__name__}: {WHY_CALLED[name]} (it is of type {type(part).__name__}), so it is called by "
+                f"itself, and {fused} fused",
+                warns=not self._operator and not is_meant,
+            )
+
     def extra_repr(self) -> str:
         return f"operator={self._operator}"
 
@@ -228,7 +255,7 @@ class _ConvNormChain(_ConvChain):
 
     @property
     def _stock_norm(self) -> bool:
-        return _is_stock(cast(nn.GroupNorm, self._modules["group_norm"]), nn.GroupNorm)
+        return is_stock_norm(cast(nn.Module, self._modules["group_norm"]))
 
     def _norm_arguments(self) -> tuple[int, Tensor | None, Tensor | None, float]:
         """What a stock norm is to an operator."""
@@ -260,6 +287,7 @@ class ConvReLUHardswish(_ConvChain):
 
     _chain = "relu_hardswish"
 
+    @_constructor
     def __init__(
         self,
         in_channels: int,
@@ -278,6 +306,7 @@ class ConvReLUHardswish(_ConvChain):
         """
         module = cls.__new__(cls)
         module._take_conv(conv)
+        module._tell_what_is_called()
         return module
 
     def forward(self, input: Tensor) -> Tensor:
@@ -304,6 +333,7 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
     _chain = "bias_scale_sigmoid_group_norm"
     _before_norm = "bias_scale_sigmoid"
 
+    @_constructor
     def __init__(
         self,
         in_channels: int,
@@ -337,6 +367,7 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
         """
         module = cls.__new__(cls)
         module._take(conv, bias, scale, group_norm)
+        module._tell_what_is_called()
         return module
 
     def forward(self, input: Tensor) -> Tensor:
@@ -373,6 +404,7 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
     _chain = "group_norm_scale_max_pool_clamp"
     __constants__ = (*_ConvNormChain.__constants__, "maxpool_kernel_size", "clamp_min", "clamp_max")
 
+    @_constructor
     def __init__(
         self,
         in_channels: int,
@@ -429,6 +461,7 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
         """
         module = cls.__new__(cls)
         module._take(conv, group_norm, scale, maxpool_kernel_size, clamp_min, clamp_max)
+        module._tell_what_is_called()
         return module
 
     def forward(self, input: Tensor) -> Tensor:
@@ -468,12 +501,14 @@ class ConvGroupNormSiLU(_ConvNormChain):
 
     _chain = "group_norm_silu"
 
+    @_constructor
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
         kernel_size: int | tuple[int, int],
         num_groups: int,
+        *,
         eps: float = 1e-5,
         **options: Unpack[ConvOptions],
     ) -> None:
@@ -491,6 +526,7 @@ class ConvGroupNormSiLU(_ConvNormChain):
         """
         module = cls.__new__(cls)
         module._take_conv_norm(conv, group_norm)
+        module._tell_what_is_called()
         return module
 
     def forward(self, input: Tensor) -> Tensor:
@@ -519,6 +555,7 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
 
     _chain = "group_norm_tanh_hardswish_logsumexp"
 
+    @_constructor
     def __init__(
         self,
         in_channels: int,
@@ -542,6 +579,7 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
         """
         module = cls.__new__(cls)
         module._take_conv_norm(conv, group_norm)
+        module._tell_what_is_called()
         return module
 
     def forward(self, input: Tensor) -> Tensor:

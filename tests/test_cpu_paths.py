@@ -1,0 +1,139 @@
+"""Where our own conv runs on the CPU, and where PyTorch's does: work and memory follow from input, weight and output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusedconv
+import fusedconv.functional as FF
+from helpers import failure, new_process
+
+# Input, weight, stride, padding, dilation: strides and paddings whose products wrap, or that cost much more than input
+# and output.
+EXTREMES: dict[str, tuple[Any, ...]] = {
+    "products of sizes wrap": ((1, 1, 1, 1), (1, 1, 4, 4), 2**30, 3 * 2**29, 2**30),
+    "strides as long as the padding": ((1, 1, 3, 3), (1, 1, 2, 2), 20000, 10000, 20000),
+    "mostly padding": ((1, 1, 8, 8), (1, 1, 3, 3), 1, 6000, 6000),
+    "a few columns of long rows": ((4, 8, 128, 128), (32, 8, 3, 3), 1, 0, 60),
+    "rows that are packed for each tile": ((1, 4, 300, 300), (8, 4, 3, 3), 1, 100, 100),
+    "the largest steps": ((1, 2, 5, 5), (2, 2, 2, 2), 2**31 - 1, 2**31 - 1, 2**31 - 1),
+}
+
+# Each lost to eager by several times while our own conv ran it: few pixels a sample, many channels.
+STALLS: dict[str, tuple[Any, ...]] = {
+    "one pixel, 512 channels": ((64, 512, 1, 1), (512, 512, 1, 1), 1, 0, 1),
+    "one pixel, a 3x3 kernel": ((16, 8, 3, 3), (16, 8, 3, 3), 1, 0, 1),
+    "few pixels, 512 channels": ((8, 512, 5, 5), (128, 512, 1, 1), 1, 0, 1),
+    "a stride as wide as the map": ((1, 16, 14, 14), (16, 16, 1, 1), 14, 0, 1),
+}
+
+# What our own conv is for.
+DIRECT: dict[str, tuple[Any, ...]] = {
+    "a reference workload": ((2, 8, 128, 128), (64, 8, 3, 3), 1, 0, 1),
+    "a stem": ((1, 3, 224, 224), (64, 3, 7, 7), 2, 3, 1),
+    "a small map": ((2, 8, 7, 7), (16, 8, 3, 3), 1, 1, 1),
+    "a dilated map": ((1, 8, 64, 64), (8, 8, 3, 3), 1, 8, 8),
+    "a wide row": ((1, 8, 1, 4096), (8, 8, 1, 3), 1, (0, 1), 1),
+}
+
+
+def explained(input: Any, weight: Any, stride: Any, padding: Any, dilation: Any, dtype: torch.dtype) -> str:
+    x, w = torch.empty(input, dtype=dtype), torch.empty(weight, dtype=dtype)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation}
+    return fusedconv.explain(FF.conv2d_relu_hardswish, x, w, **geometry).path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("call", EXTREMES.values(), ids=EXTREMES)
+def test_pytorch_runs_convs_of_extreme_geometry(call: tuple[Any, ...], dtype: torch.dtype) -> None:
+    assert explained(*call, dtype) == "two-step"
+
+
+@pytest.mark.parametrize("call", STALLS.values(), ids=STALLS)
+def test_pytorch_runs_convs_that_it_runs_faster(call: tuple[Any, ...]) -> None:
+    assert explained(*call, torch.float32) == "two-step"
+
+
+@pytest.mark.parametrize("call", DIRECT.values(), ids=DIRECT)
+def test_our_conv_runs_the_others(call: tuple[Any, ...]) -> None:
+    assert explained(*call, torch.float32) == "direct"
+
+
+CHILD = """
+import resource, time
+import torch
+import fusedconv.functional as FF
+from chains_table import BY_NAME
+from test_cpu_paths import EXTREMES
+
+torch.set_num_threads(1)
+row = BY_NAME["relu_hardswish"]
+for what, (size, weight, stride, padding, dilation) in EXTREMES.items():
+    x, w = torch.rand(size), torch.rand(weight)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation}
+    expected = row.plain_conv(x, w, None, {}, **geometry)
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    y = FF.conv2d_relu_hardswish(x, w, **geometry)
+    seconds = time.process_time() - began
+    megabytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+    torch.testing.assert_close(y, expected)
+    assert seconds < 1 and megabytes < 64, f"{what}: {seconds:.1f} s, {megabytes} MB"
+"""
+
+
+def test_extreme_geometry_costs_no_more_than_its_sizes() -> None:
+    """In a process of its own: it crashed, or took seconds and gigabytes."""
+    new_process(CHILD)
+
+
+def test_memory_that_cannot_be_had_is_an_error_that_says_how_much() -> None:
+    size = (1, 2**36, 4, 4)  # without memory: its strides are 0
+    x, weight = torch.zeros(1, dtype=torch.float64).expand(size), torch.zeros(1, dtype=torch.float64)
+    kind, text = failure(lambda: FF.conv2d_relu_hardswish(x, weight.expand(1, 2**36, 1, 1)))
+    assert kind is RuntimeError
+    assert text == f"fusedconv: cannot allocate {2**36 * 4 * 8} bytes of working memory"
+
+
+# ---- sums of large terms ----
+
+
+def error(y: Tensor, reference: Tensor) -> float:
+    return float(torch.linalg.vector_norm(y.double() - reference) / torch.linalg.vector_norm(reference))
+
+
+def silu_of_norm(v: Tensor) -> Tensor:
+    """A group a channel: the norm shows what of a channel's values is not their mean."""
+    return F.silu(F.group_norm(v, v.shape[1]))
+
+
+@pytest.mark.parametrize(("channels", "kernel"), [(56, 3), (14, 6), (8, 3), (20, 5)])
+def test_a_large_bias_costs_no_digits(channels: int, kernel: int) -> None:
+    """No more than rounding v does, once: products are not rounded to the bias's last place one by one."""
+    x = 0.01 * torch.randn(2, channels, 40, 40)
+    weight = torch.randn(16, channels, kernel, kernel) / (channels * kernel * kernel) ** 0.5
+    bias = torch.randn(16)
+    v = F.conv2d(x.double(), weight.double(), bias.double())
+    reference = silu_of_norm(v)
+    rounded = error(silu_of_norm(v.float().double()), reference)
+    assert error(FF.conv2d_group_norm_silu(x, weight, bias, 16), reference) < 1.5 * rounded
+
+
+@pytest.mark.parametrize(("channels", "kernel"), [(56, 3), (14, 6), (20, 5)])
+def test_a_large_mean_costs_fewer_digits_than_one_long_sum(channels: int, kernel: int) -> None:
+    """Each product is rounded to the last place of what the sum has become: sums of few are added up."""
+    x = 1000 + torch.randn(2, channels, 40, 40)
+    weight = torch.randn(16, channels, kernel, kernel) / (channels * kernel * kernel) ** 0.5
+    reference = silu_of_norm(F.conv2d(x.double(), weight.double()))
+    one_by_one = torch.zeros(())
+    for products in (F.unfold(x, kernel).unsqueeze(1) * weight.flatten(1).unsqueeze(-1)).unbind(2):
+        one_by_one = one_by_one + products
+    side = 41 - kernel
+    allowed = error(silu_of_norm(one_by_one.view(2, 16, side, side)), reference)
+    ours = error(FF.conv2d_group_norm_silu(x, weight, None, 16), reference)
+    eager = error(silu_of_norm(F.conv2d(x, weight)), reference)
+    assert ours < min(0.7 * allowed, 2 * eager)
