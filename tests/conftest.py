@@ -12,8 +12,10 @@ from cuda_conv import SOURCE, Runner, expected_path, forget
 
 # The profile of CI draws the same examples each time; `HYPOTHESIS_PROFILE=search` looks for new ones.
 hypothesis.settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None, database=None)
-# `fuzz` draws 5,000 calls in test_fuzz.py, the same ones each time.
-hypothesis.settings.register_profile("fuzz", max_examples=500, derandomize=True, deadline=None, database=None)
+# `fuzz` draws 30,000 cases in test_fuzz.py, the same ones each time.
+hypothesis.settings.register_profile(
+    "fuzz", max_examples=1000, derandomize=True, deadline=None, database=None
+)
 hypothesis.settings.register_profile("search", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

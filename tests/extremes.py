@@ -155,13 +155,10 @@ def bounded(what: str, call: Call, outputs: int, compute: Callable[[], Any]) -> 
 def gradients(run: Run, row: Row, call: Call, direction: Tensor) -> dict[str, Tensor]:
     call, leaves = with_leaves(call, None)
     y = run(row, call)
-    found = dict(
-        zip(leaves, torch.autograd.grad(y, list(leaves.values()), direction.to(y.dtype)), strict=True)
-    )
-    if row.has_norm and "conv_bias" in found:
-        # A norm takes the bias away again, and all of its gradient but rounding: it is held as a weight that meets ones.
-        found["weight"] = torch.cat([found["weight"].flatten(), found.pop("conv_bias")])
-    return found
+    of_input, *others = torch.autograd.grad(y, list(leaves.values()), direction.to(y.dtype))
+    # Those of parameters are sums whose terms may cancel: of a conv's bias, or of the only weight of a channel, a norm
+    # leaves nothing but rounding. So they are held together, over the norm of all.
+    return {"input": of_input, "parameters": torch.cat([gradient.flatten() for gradient in others])}
 
 
 def smooth_direction(row: Row, call: Call, v: Tensor) -> Tensor:
