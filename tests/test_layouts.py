@@ -335,13 +335,13 @@ class _ConvDtypes(TorchDispatchMode):
 
 # What PyTorch's conv is asked in, forward and for the input's gradient, and for the others': None where it is not asked.
 ASKED: dict[str, Sequence[torch.dtype | None]] = {
-    "windows of padding": (None, None),
-    "windows around a row": (None, None),
-    "columns of one pixel": (None, None),
+    "windows of padding": (torch.float32, torch.float32),
+    "windows around a row": (torch.float32, torch.float32),
+    "columns of one pixel": (torch.float32, torch.float32),
     "a row of one pixel": (torch.float32, torch.float32),
-    "two columns": (None, None),
+    "two columns": (torch.float32, torch.float32),
     "depthwise": (torch.half, torch.float32),
-    "taps of padding": (None, None),
+    "taps of padding": (torch.float32, torch.float32),
     "narrow pixels with a stride": (torch.half, None),
 }
 
