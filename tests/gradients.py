@@ -185,16 +185,6 @@ def as_tf32_takes_it(call: Call) -> Call:
     return replace(call, x=to_tf32(call.x), weight=to_tf32(call.weight))
 
 
-def as_halves_take_it(call: Call) -> Call:
-    """Two halves, which the exact products on tensor cores multiply, have 22 bits of a float32's 24."""
-
-    def rounded(t: Tensor) -> Tensor:
-        mantissa, exponent = torch.frexp(t)
-        return torch.ldexp((mantissa * 2**22).round(), exponent - 22)
-
-    return replace(call, x=rounded(call.x), weight=rounded(call.weight))
-
-
 def times_of_eagers(device: str) -> float:
     """How much larger than eager's our error may be. An x86 CPU without FMA, where only tests run our gradients of the
     conv, rounds each product too: twice the roundings, which add up as their root. Eager has FMA if the machine does."""
@@ -211,10 +201,10 @@ def check_conv_gradients(
     wanted: Collection[str] | None = None,
     device: str = "cuda",
     what: object = "",
-    taken_as: Sequence[Call] = (),
+    times: float = 1,
 ) -> dict[str, Tensor]:
-    """Holds gradients on ``device`` against float64, which is computed where the call's tensors are. ``taken_as``: the
-    call as products take it; what its exact gradients are off by is allowed twice, as eager's error is."""
+    """Holds gradients on ``device`` against float64, which is computed where the call's tensors are. ``times`` the
+    usual share of eager's error is allowed."""
     direction = smooth_direction(row, call, mode)
     there = call.map(lambda t: t.to(device))
     x = there.x.contiguous(memory_format=layout)
@@ -226,9 +216,8 @@ def check_conv_gradients(
         eager = [plain_gradients(row, rounded, direction, wanted)]
     else:
         eager = on_cpu_in_every_order(row, rounded, direction, wanted)
-    eager += [plain_gradients(row, taken.map(Tensor.double), direction, wanted) for taken in taken_as]
     what = f"{row.conv} {mode} {tuple(call.x.shape)} {what}"
-    hold_gradients(ours, reference, eager, CONV_BOUNDS[mode], "input", what, times_of_eagers(device))
+    hold_gradients(ours, reference, eager, CONV_BOUNDS[mode], "input", what, times * times_of_eagers(device))
     for name, gradient in ours.items():
         argument = named(there)[name]
         assert gradient.dtype == argument.dtype

@@ -351,9 +351,13 @@ def test_forward_mode_in_a_compiled_graph(row: Row, has_conv: bool, transform: s
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_each_transform_in_a_compiled_graph(transform: str, backend: str) -> None:
-    for row, has_conv in OPERATORS:
-        if row.chain == "relu_hardswish":  # PyTorch's own sigmoid fails in some, as its norm does
-            check_forward_mode(row, has_conv, transform, backend)
+    row = ROWS[0]  # PyTorch's own sigmoid fails in some, as its norm does
+    check_forward_mode(row, False, transform, backend)
+    if (transform, backend) != (
+        "jvp of jvp",
+        "inductor",
+    ):  # what Inductor makes of PyTorch's conv crashes there
+        check_forward_mode(row, True, transform, backend)
 
 
 # ---- graphs of training ----

@@ -41,7 +41,10 @@ def _wherever_they_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Our gradients run also where they are not the faster ones."""
     monkeypatch.setattr(_register_backward, "_LEAST_PIXELS", 1)
     monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
-    for limit in ("_MOST_CHANNELS", "_MOST_CHANNELS_OF_NARROW", "_MOST_PRODUCTS"):
+    for limit in (
+        "_MOST_CHANNELS", "_MOST_CHANNELS_OF_NARROW", "_MOST_PRODUCTS", "_MOST_INPUT_CHANNELS",
+        "_MOST_COMPUTED", "_MOST_PACKED",
+    ):  # fmt: skip
         monkeypatch.setattr(_launch, limit, 2**20)
     forget()
     yield

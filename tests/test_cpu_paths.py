@@ -92,11 +92,11 @@ def test_extreme_geometry_costs_no_more_than_its_sizes() -> None:
 
 
 def test_memory_that_cannot_be_had_is_an_error_that_says_how_much() -> None:
-    size = (1, 2**36, 4, 4)  # without memory: its strides are 0
+    size = (1, 2**43, 4, 4)  # without memory: its strides are 0
     x, weight = torch.zeros(1, dtype=torch.float64).expand(size), torch.zeros(1, dtype=torch.float64)
-    kind, text = failure(lambda: FF.conv2d_relu_hardswish(x, weight.expand(1, 2**36, 1, 1)))
+    kind, text = failure(lambda: FF.conv2d_relu_hardswish(x, weight.expand(1, 2**43, 1, 1)))
     assert kind is RuntimeError
-    assert text == f"fusedconv: cannot allocate {2**36 * 4 * 8} bytes of working memory"
+    assert text == f"fusedconv: cannot allocate {2**43 * 4 * 8} bytes of working memory"
 
 
 # ---- sums of large terms ----

@@ -39,7 +39,6 @@ from cuda_conv import (
 )  # fmt: skip
 from gradients import (
     CONV_BOUNDS,
-    as_halves_take_it,
     as_tf32_takes_it,
     check_conv_gradients,
     check_gradients,
@@ -132,13 +131,8 @@ def test_large_means_and_biases(row: Row, mode: Mode) -> None:
         check_conv_gradients(row, large_bias, mode, what=f"{case}, a large bias")
         if mode is IEEE:  # elsewhere rounded gradients, times the mean, leave no digit of the weight's
             large_mean = replace(call, x=1000 + call.x, bias=None)
-            check_conv_gradients(
-                row,
-                large_mean,
-                mode,
-                what=f"{case}, a mean of 1000",
-                taken_as=[as_halves_take_it(large_mean)],
-            )
+            # five times eager's error (docs/numerics.md): tensor cores cut off sums, and halves have 22 bits
+            check_conv_gradients(row, large_mean, mode, what=f"{case}, a mean of 1000", times=2.5)
 
 
 @pytest.mark.sanitizer

@@ -1,17 +1,20 @@
 """The conv where PyTorch runs it, at the precision asked for. PyTorch's global flags stay untouched.
 
 Some of oneDNN's kernels crash, write beyond their memory or are wrong for some geometries, and which ones depends on the
-machine. So PyTorch's conv gets on the CPU only what is right everywhere, as far as one knows; the rest is computed tap by
-tap: for each tap of the kernel one matrix product, of the pixels that it meets.
+machine. So PyTorch's conv gets on the CPU only what is right everywhere, as far as one knows. Else the padding becomes
+part of the input first or, where that would be much larger, the conv is computed tap by tap: for each tap of the kernel
+one matrix product, of the pixels that it meets.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .config import get_float32_precision
@@ -36,11 +39,14 @@ def convolution(
     """``torch.conv2d``; ``"ieee"`` and ``"tf32"`` decide about precision instead of PyTorch's flags."""
     precision = precision or get_float32_precision()
     geometry = stride, padding, dilation, groups
-    by_taps, dtype = _how(input, weight, geometry, precision, _FORWARD)
+    how, dtype = _how(input, weight, geometry, precision, _FORWARD)
     input, weight, given = input.to(dtype), weight.to(dtype), input.dtype
     bias = None if bias is None else bias.to(dtype)
-    if by_taps:
+    if how == _BY_TAPS:
         return _by_taps(input, weight, bias, geometry).to(given)
+    if how == _PADDED_FIRST:
+        input, padding = _padded(input, padding), (0, 0)
+        geometry = stride, padding, dilation, groups
     if precision == "default":
         return torch.conv2d(input, weight, bias, *geometry).to(given)
     cudnn = torch.backends.cudnn
@@ -73,15 +79,20 @@ def convolution_backward(
     precision = precision or get_float32_precision()
     geometry = stride, padding, dilation, groups
 
-    def gradients(how: tuple[bool, torch.dtype], mask: Sequence[bool]) -> list[Tensor | None]:
-        by_taps, dtype = how
-        tensors = grad.to(dtype), input.to(dtype), weight.to(dtype)
-        if by_taps:
-            found: Sequence[Tensor | None] = _gradients_by_taps(*tensors, geometry, mask)
+    def gradients(by: tuple[int, torch.dtype], mask: Sequence[bool]) -> list[Tensor | None]:
+        how, dtype = by
+        g, x, w = grad.to(dtype), input.to(dtype), weight.to(dtype)
+        found: Sequence[Tensor | None]
+        if how == _BY_TAPS:
+            found = _gradients_by_taps(g, x, w, geometry, mask)
         else:
+            pads = how == _PADDED_FIRST
             found = _aten.convolution_backward.default(
-                *tensors, [weight.shape[0]], stride, padding, dilation, False, [0, 0], groups, mask
-            )
+                g, _padded(x, padding) if pads else x, w, [weight.shape[0]], stride, (0, 0) if pads else padding,
+                dilation, False, [0, 0], groups, mask,
+            )  # fmt: skip
+            if pads and found[0] is not None:
+                found = [_unpadded(found[0], x, padding), *found[1:]]
         return [None if gradient is None else gradient.to(grad.dtype) for gradient in found]
 
     of_input, of_weight = (_how(input, weight, geometry, precision, what) for what in (_OF_INPUT, _OF_WEIGHT))
@@ -96,6 +107,10 @@ def convolution_backward(
 
 _Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 _FORWARD, _OF_INPUT, _OF_WEIGHT = range(3)
+_BY_PYTORCH, _PADDED_FIRST, _BY_TAPS = range(3)
+# Times input and output; beyond, only taps are bounded in memory. Of few values it may be more.
+_MOST_PADDED = 4
+_FEW_PADDED = 2**16
 
 # oneDNN's own switch, read by it once. PyTorch's are behind its flags.
 _FPMATH = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE") or os.environ.get("DNNL_DEFAULT_FPMATH_MODE") or ""
@@ -103,8 +118,8 @@ _FPMATH = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE") or os.environ.get("DNNL_D
 
 def _how(
     input: Tensor, weight: Tensor, geometry: _Geometry, precision: str, what: int
-) -> tuple[bool, torch.dtype]:
-    """Whether tap by tap, or else by PyTorch; and the dtype.
+) -> tuple[int, torch.dtype]:
+    """By whom, and in which dtype.
 
     On the CPU a weight's gradient in half precision is found in float32: oneDNN's reads beyond its tensors for some
     geometries, depthwise ones and maps of two columns among them. No flag may round what we widened.
@@ -112,14 +127,19 @@ def _how(
     dtype = input.dtype
     if not input.is_cpu:
         exact = precision == "ieee" and dtype is torch.float32 and input.is_cuda
-        return False, torch.float64 if exact and _rounds_on_cuda(input, weight, geometry, what) else dtype
+        rounds = exact and _rounds_on_cuda(input, weight, geometry, what)
+        return _BY_PYTORCH, torch.float64 if rounds else dtype
     *steps, _ = geometry
     if dtype.itemsize == 2 and (what == _OF_WEIGHT or fails_in_half(input, weight, *steps)):
         dtype = torch.float32
     exact = precision == "ieee" or input.dtype is not dtype
     if exact and dtype is torch.float32 and _rounds_on_cpu():
-        return True, torch.float64
-    return _fails(input, weight, *steps) or (what == _OF_WEIGHT and _is_narrow(input, weight, *steps)), dtype
+        return _BY_TAPS, torch.float64
+    if what == _OF_WEIGHT and _is_narrow(input, weight, *steps):
+        return _BY_TAPS, dtype
+    if not _fails(input, weight, *steps):
+        return _BY_PYTORCH, dtype
+    return _PADDED_FIRST if _may_be_padded(input, weight, *steps) else _BY_TAPS, dtype
 
 
 def fails_in_half(
@@ -150,6 +170,30 @@ def _fails(
         if has_idle_window or has_idle_tap:
             return True
     return False
+
+
+def _may_be_padded(
+    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> bool:
+    """Whether a conv that fails does not where its padding is part of the input, which may be so much larger."""
+    batch, channels, *sides = input.shape
+    padded = [size + 2 * before for size, before in zip(sides, padding, strict=True)]
+    if any(gap > size or step > size for size, gap, step in zip(padded, dilation, stride, strict=True)):
+        return False
+    windows = [
+        _windows(*side) for side in zip(sides, weight.shape[2:], stride, padding, dilation, strict=True)
+    ]
+    values = batch * channels * math.prod(sides) + batch * weight.shape[0] * math.prod(windows)
+    return batch * channels * math.prod(padded) <= max(_MOST_PADDED * values, _FEW_PADDED)
+
+
+def _padded(input: Tensor, padding: Sequence[int]) -> Tensor:
+    return F.pad(input, (padding[1], padding[1], padding[0], padding[0]))
+
+
+def _unpadded(padded: Tensor, input: Tensor, padding: Sequence[int]) -> Tensor:
+    height, width = input.shape[2:]
+    return padded[..., padding[0] : padding[0] + height, padding[1] : padding[1] + width]
 
 
 def _is_narrow(
