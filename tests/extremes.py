@@ -231,7 +231,9 @@ class Standard:
             return
         y = reference["y"]
         worst = max((some["y"] for some in others), key=lambda t: relative_error(t, y))
-        assert_close(ours["y"], y, worst, bound_of(dtype))
+        # A reference in float64 is off itself by as much as eager in float64 is.
+        own = relative_error(worst, y) if dtype is torch.float64 else 0.0
+        assert_close(ours["y"], y, worst, max(bound_of(dtype), 3 * own))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -409,7 +409,10 @@ def test_export_of_forward_and_backward(row: Row) -> None:
     assert_opaque(_export_forward_backward(program), row)
 
 
-@since_2_9
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="scan of torch 2.11 gives wrong gradients, of PyTorch's own operators too",
+)
 @rows
 def test_scan_in_training(row: Row) -> None:
     from torch._higher_order_ops.scan import scan

@@ -76,5 +76,5 @@ ENVIRONMENT = {"MALLOC_PERTURB_": "255", "OMP_WAIT_POLICY": "passive"}
 
 def test_training_over_random_geometries() -> None:
     """`HYPOTHESIS_PROFILE=fuzz` draws 2,000 of them."""
-    count = 4 * settings().max_examples
+    count = 2 * settings().max_examples
     assert new_process(STEPS, count, environment=ENVIRONMENT, timeout=3600).endswith("right\n")

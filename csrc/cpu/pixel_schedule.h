@@ -40,7 +40,8 @@ class PixelSchedule {
         groups_(channel_count_ / group_channels_),
         block_pixels_(larger(kLeastBlockPixels, smaller(kLanePixels, kBlockValues / channel_count_))),
         blocks_(ceil_div(pixels_, block_pixels_)),
-        threads_(int(smaller(threads, 1 + element_count(problem.input) * kOperations / kThreadOperations))),
+        threads_(int(smaller(smaller(threads, samples_ * blocks_),
+                             1 + element_count(problem.input) * kOperations / kThreadOperations))),
         by_thread_(samples_ % threads_ == 0 || samples_ >= 4 * threads_),
         lanes_(vectors_) {
     set_lanes(lanes_.data(), nullptr);

@@ -108,9 +108,9 @@ def convolution_backward(
 _Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 _FORWARD, _OF_INPUT, _OF_WEIGHT = range(3)
 _BY_PYTORCH, _PADDED_FIRST, _BY_TAPS = range(3)
-# Times input and output; beyond, only taps are bounded in memory. Of few values it may be more.
+# Times input and output of a sample; beyond, only taps are bounded in memory. Of few values it may be more.
 _MOST_PADDED = 4
-_FEW_PADDED = 2**16
+_FEW_PADDED = 2**12
 
 # oneDNN's own switch, read by it once. PyTorch's are behind its flags.
 _FPMATH = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE") or os.environ.get("DNNL_DEFAULT_FPMATH_MODE") or ""
@@ -133,8 +133,11 @@ def _how(
     if dtype.itemsize == 2 and (what == _OF_WEIGHT or fails_in_half(input, weight, *steps)):
         dtype = torch.float32
     exact = precision == "ieee" or input.dtype is not dtype
-    if exact and dtype is torch.float32 and _rounds_on_cpu():
-        return _BY_TAPS, torch.float64
+    if exact and dtype is torch.float32 and _rounds_on_cpu(input, weight, geometry):
+        # PyTorch's conv of float64 takes long for each group
+        return _BY_PYTORCH if geometry[3] == 1 and not _fails(
+            input, weight, *steps
+        ) else _BY_TAPS, torch.float64
     if what == _OF_WEIGHT and _is_narrow(input, weight, *steps):
         return _BY_TAPS, dtype
     if not _fails(input, weight, *steps):
@@ -176,15 +179,15 @@ def _may_be_padded(
     input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> bool:
     """Whether a conv that fails does not where its padding is part of the input, which may be so much larger."""
-    batch, channels, *sides = input.shape
+    channels, *sides = input.shape[1:]
     padded = [size + 2 * before for size, before in zip(sides, padding, strict=True)]
     if any(gap > size or step > size for size, gap, step in zip(padded, dilation, stride, strict=True)):
         return False
     windows = [
         _windows(*side) for side in zip(sides, weight.shape[2:], stride, padding, dilation, strict=True)
     ]
-    values = batch * channels * math.prod(sides) + batch * weight.shape[0] * math.prod(windows)
-    return batch * channels * math.prod(padded) <= max(_MOST_PADDED * values, _FEW_PADDED)
+    values = channels * math.prod(sides) + weight.shape[0] * math.prod(windows)
+    return channels * math.prod(padded) <= max(_MOST_PADDED * values, _FEW_PADDED)
 
 
 def _padded(input: Tensor, padding: Sequence[int]) -> Tensor:
@@ -212,13 +215,16 @@ def _windows(size: int, kernel: int, step: int, before: int, gap: int) -> int:
     return (size + 2 * before - gap * (kernel - 1) - 1) // step + 1
 
 
-def _rounds_on_cpu() -> bool:
+def _rounds_on_cpu(input: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
     """Whether products of float32 may be rounded on machines that are faster then."""
-    return (
-        _FPMATH.lower() not in ("", "strict")
-        or _may_round("mkldnn", "conv")
-        or _may_round("mkldnn", "matmul")
-    )
+    if _FPMATH.lower() not in ("", "strict"):
+        return True
+    conv, matmul = _may_round("mkldnn", "conv"), _may_round("mkldnn", "matmul")
+    if conv == matmul:
+        return conv
+    *steps, groups = geometry
+    backend = torch._C._select_conv_backend(input, weight, None, *steps, False, [0, 0], groups)
+    return conv if backend.name.startswith("Mkldnn") else matmul
 
 
 def _rounds_on_cuda(input: Tensor, weight: Tensor, geometry: _Geometry, what: int) -> bool:
@@ -248,9 +254,12 @@ def _by_taps(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geom
     *steps, groups = geometry
     x, w = _grouped(input, 1, groups), _grouped(weight, 0, groups)
     sides = zip(input.shape[2:], weight.shape[2:], *steps, strict=True)
-    y = x.new_zeros(x.shape[0], *w.shape[:2], *[_windows(*side) for side in sides])
-    for tap, of_input, of_output in _taps(input, weight, *steps):
-        y[of_output] += torch.einsum("goi,ngihw->ngohw", w[tap], x[of_input])
+    height, width = [_windows(*side) for side in sides]
+    y = x.new_zeros(x.shape[0], *w.shape[:2], height, width)
+    for tap, of_input, (_, rows, columns) in _taps(input, weight, *steps):
+        products = torch.einsum("goi,ngihw->ngohw", w[tap], x[of_input])
+        # not in place: torch.func.vmap may map the weight alone
+        y = y + F.pad(products, (columns.start, width - columns.stop, rows.start, height - rows.stop))
     y = y.flatten(1, 2)
     return y if bias is None else y + bias.view(-1, 1, 1)
 

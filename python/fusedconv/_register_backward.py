@@ -136,6 +136,8 @@ class Backward(Inner):
 
     def fake(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
         self.check_grad(grad)
+        for i, name, optional in self.operator.named:
+            check_tensor(name, args[i], optional)
         for a in args:
             if isinstance(a, Tensor) and a.device != grad.device:
                 raise RuntimeError(f"an argument is on {a.device}, but grad is on {grad.device}")
