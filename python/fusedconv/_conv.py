@@ -216,14 +216,16 @@ def _windows(size: int, kernel: int, step: int, before: int, gap: int) -> int:
 
 
 def _rounds_on_cpu(input: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
-    """Whether products of float32 may be rounded on machines that are faster then."""
+    """Whether products in float32 may be rounded on machines that are faster then."""
     if _FPMATH.lower() not in ("", "strict"):
         return True
     conv, matmul = _may_round("mkldnn", "conv"), _may_round("mkldnn", "matmul")
     if conv == matmul:
         return conv
     *steps, groups = geometry
-    backend = torch._C._select_conv_backend(input, weight, None, *steps, False, [0, 0], groups)
+    backend = torch._C._select_conv_backend(
+        input.float(), weight.float(), None, *steps, False, [0, 0], groups
+    )
     return conv if backend.name.startswith("Mkldnn") else matmul
 
 
