@@ -42,7 +42,8 @@ DIRECT: dict[str, tuple[Any, ...]] = {
 }
 
 
-def explained(input: Any, weight: Any, stride: Any, padding: Any, dilation: Any, dtype: torch.dtype) -> str:
+def explained(call: tuple[Any, ...], dtype: torch.dtype) -> str:
+    input, weight, stride, padding, dilation = call
     x, w = torch.empty(input, dtype=dtype), torch.empty(weight, dtype=dtype)
     geometry = {"stride": stride, "padding": padding, "dilation": dilation}
     return fusedconv.explain(FF.conv2d_relu_hardswish, x, w, **geometry).path
@@ -51,17 +52,17 @@ def explained(input: Any, weight: Any, stride: Any, padding: Any, dilation: Any,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("call", EXTREMES.values(), ids=EXTREMES)
 def test_pytorch_runs_convs_of_extreme_geometry(call: tuple[Any, ...], dtype: torch.dtype) -> None:
-    assert explained(*call, dtype) == "two-step"
+    assert explained(call, dtype) == "two-step"
 
 
 @pytest.mark.parametrize("call", STALLS.values(), ids=STALLS)
 def test_pytorch_runs_convs_that_it_runs_faster(call: tuple[Any, ...]) -> None:
-    assert explained(*call, torch.float32) == "two-step"
+    assert explained(call, torch.float32) == "two-step"
 
 
 @pytest.mark.parametrize("call", DIRECT.values(), ids=DIRECT)
 def test_our_conv_runs_the_others(call: tuple[Any, ...]) -> None:
-    assert explained(*call, torch.float32) == "direct"
+    assert explained(call, torch.float32) == "direct"
 
 
 CHILD = """
