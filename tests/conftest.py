@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
-from fusedconv import _dispatch
 
 from cuda_conv import SOURCE, Runner, expected_path, forget
+from fusedconv import _dispatch
 
 # The profile of CI draws the same examples each time; `HYPOTHESIS_PROFILE=search` looks for new ones.
 hypothesis.settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None, database=None)
@@ -35,7 +35,9 @@ def _unchanged_state() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
-    _dispatch._graphs_open_levels = False  # or each call of the tests that follow would ask all tensors for tangents
+    _dispatch._graphs_open_levels = (
+        False  # or each call of the tests that follow would ask all tensors for tangents
+    )
     torch.use_deterministic_algorithms(False)
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
