@@ -71,15 +71,28 @@ int64_t ConvSource<T>::prepare(int64_t tile_rows) {
   return (Checked(in_channels_) * packed_channel_ + horizontal_.reach() + kLanes<T>).value();
 }
 
+// Moving a value costs as much as so many products with it.
+constexpr int64_t kPackProducts = 64;
+
+template <class T>
+int64_t ConvSource<T>::channels_for_pack() const {
+  if (has_packed_layout()) return 1;
+  return ceil_div(kPackProducts * vertical_.phases() * horizontal_.phases(),
+                  vertical_.kernel * horizontal_.kernel);
+}
+
+template <class T>
+bool ConvSource<T>::has_packed_layout() const {
+  return vertical_.stride == 1 && horizontal_.stride == 1 && vertical_.padding == 0 &&
+         horizontal_.padding == 0 && input_.stride[3] == 1 && input_.stride[2] == this->pitch;
+}
+
 template <class T>
 bool ConvSource<T>::reads_in_place(const Place& place) const {
-  const bool has_packed_layout = vertical_.stride == 1 && horizontal_.stride == 1 && vertical_.padding == 0 &&
-                                 horizontal_.padding == 0 && input_.stride[3] == 1 &&
-                                 input_.stride[2] == this->pitch;
   // What a tile reads past its end must be there: the bottom tile of a sample is packed.
   const int64_t end =
       (place.row + place.rows + vertical_.reach()) * this->pitch + horizontal_.reach() + kLanes<T>;
-  return has_packed_layout && end <= vertical_.size * this->pitch;
+  return has_packed_layout() && end <= vertical_.size * this->pitch;
 }
 
 template <class T>

@@ -23,6 +23,7 @@ class ConvSource final : public Source<T> {
 
   int64_t prepare(int64_t tile_rows) override;
   bool is_cheap() const override { return false; }
+  int64_t channels_for_pack() const override;
   int64_t cost() const override { return 32 + taps_; }
   void pack(const Place& place, T* packed) const override;
   void load(const Place& place, const Tile<T>& tile, const T* packed) const override;
@@ -52,6 +53,7 @@ class ConvSource final : public Source<T> {
   static Axis axis(const Tensor& input, const Conv& conv, int dim);
   void pack_weight();
   void set_offsets(const Buffer<int64_t>& offset, int64_t channel_stride) const;
+  bool has_packed_layout() const;
   bool reads_in_place(const Place& place) const;
   void clear_columns(T* row, int64_t begin, int64_t end) const;
 

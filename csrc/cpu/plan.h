@@ -37,7 +37,8 @@ int64_t channels_of_unit(const Source<T>& source, int64_t group_channels, const 
   if (Chain::Reduce::kReducesChannels || (Chain::kNeedsStatistics && channels_last)) return source.channels;
   const int64_t row_bytes = source.pitch * int64_t(sizeof(T));
   const int64_t step = least_common_multiple(group_channels, kBlockChannels);
-  const int64_t fitting = kUnitBytes / (Chain::kNeedsStatistics ? source.rows * row_bytes : row_bytes);
+  const int64_t fitting = larger(source.channels_for_pack(),
+                                 kUnitBytes / (Chain::kNeedsStatistics ? source.rows * row_bytes : row_bytes));
   return smaller(source.channels, larger(step, smaller(fitting, kUnitChannels) / step * step));
 }
 
@@ -45,10 +46,9 @@ template <class T>
 int64_t rows_of_tile(const Source<T>& source, int64_t unit_channels, int64_t units_per_sample,
                      int64_t row_multiple) {
   const int64_t row_bytes = unit_channels * source.pitch * int64_t(sizeof(T));
-  int64_t rows = smaller(kTileBytes / row_bytes, kTilePixels / source.pitch);
-  if (units_per_sample < kSampleTiles) {
-    rows = smaller(rows, larger(source.rows / kSampleTiles, ceil_div(kLeastPixels, source.pitch)));
-  }
+  const int64_t least = ceil_div(kLeastPixels, source.pitch);
+  int64_t rows = larger(least, smaller(kTileBytes / row_bytes, kTilePixels / source.pitch));
+  if (units_per_sample < kSampleTiles) rows = smaller(rows, larger(source.rows / kSampleTiles, least));
   rows = larger(row_multiple, smaller(rows, source.rows) / row_multiple * row_multiple);
   const int64_t tiles = ceil_div(source.rows, rows);
   return round_up(ceil_div(source.rows, tiles), row_multiple);  // all of nearly the same size

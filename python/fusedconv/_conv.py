@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,24 @@ def convolution(
         cudnn.benchmark, deterministic, cudnn.enabled, precision == "tf32",
     )  # fmt: skip
     return output.to(given)
+
+
+def prepared_convolution(example: Sequence[Any], precision: str | None) -> Callable[[Sequence[Any]], Tensor]:
+    """`convolution` for an operator's arguments of the forms that the ``example`` has, on the CPU. What follows from the
+    forms, and from no flag, is worked out once."""
+    geometry = example[GEOMETRY]
+
+    def run(args: Sequence[Any]) -> Tensor:
+        return convolution(*args[TENSORS], *geometry, precision=precision)
+
+    def run_as_it_is(args: Sequence[Any]) -> Tensor:
+        if (precision or get_float32_precision()) != "default":  # then flags count
+            return run(args)
+        return torch.conv2d(*args[TENSORS], *geometry)
+
+    input, weight = example[:2]
+    as_it_is = _how(input, weight, geometry, "default", _FORWARD) == (_BY_PYTORCH, input.dtype)
+    return run_as_it_is if as_it_is else run
 
 
 def convolution_backward(

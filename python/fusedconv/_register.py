@@ -7,12 +7,13 @@ private ``_<operator>_backward``; those with a norm have ``_<operator>_with_stat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._conv import GEOMETRY, OWN, TENSORS, convolution
+from ._conv import GEOMETRY, OWN, TENSORS, convolution, prepared_convolution
 from ._dispatch import (
     Function,
     Inner,
@@ -182,7 +183,10 @@ class Operator:
         args = self.complete(given)
         output = self.example(args, **options)
         precision = options.get("precision")
-        run: Run = make_run(args, output, lambda args: self.source(self.complete(args), precision), precision)
+        by_pytorch = partial(self.source, precision=precision)
+        if self.has_conv and args[0].is_cpu:
+            by_pytorch = prepared_convolution(args, precision)
+        run: Run = make_run(args, output, lambda args: by_pytorch(self.complete(args)), precision)
         remember(self.prepared, signature, run)
         return run
 
@@ -216,7 +220,9 @@ class Operator:
         own = [a.to(compute) if isinstance(a, Tensor) else a for a in args[self.own]]
         v = v.to(compute)
         if v.is_cpu:
-            v = v.contiguous()  # PyTorch's channels_last group_norm loses digits here
+            # PyTorch's group norm loses digits where strides look like channels_last, as one channel's may in spite of
+            # `contiguous`.
+            v = v.reshape(-1).view(v.shape)
         return self.chain.reference(v, *own).to(dtype)
 
     def complete(self, given: Sequence[Any]) -> Sequence[Any]:
