@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fusedconv
 import fusedconv.functional as FF
+from fusedconv import _C
 from helpers import failure, new_process
 
 # Input, weight, stride, padding, dilation: strides and paddings whose products wrap, or that cost much more than input
@@ -41,10 +42,25 @@ DIRECT: dict[str, tuple[Any, ...]] = {
     "a wide row": ((1, 8, 1, 4096), (8, 8, 1, 3), 1, (0, 1), 1),
 }
 
+# Input, weight and the layout, of stride 1: where PyTorch's conv is the faster one unless there is AVX-512.
+WIDE: dict[str, tuple[Any, ...]] = {
+    "64 to 128 channels": ((1, 64, 28, 28), (128, 64, 1, 1), torch.contiguous_format),
+    "channels_last": ((1, 32, 56, 56), (32, 32, 3, 3), torch.channels_last),
+    "channels_last, 1x1": ((1, 12, 56, 56), (48, 12, 1, 1), torch.channels_last),
+}
+NARROW: dict[str, tuple[Any, ...]] = {
+    "64 to 64 channels": ((1, 64, 28, 28), (64, 64, 1, 1), torch.contiguous_format),
+    "channels_last, few channels": ((1, 8, 56, 56), (32, 8, 3, 3), torch.channels_last),
+    "channels_last, few values": ((1, 32, 14, 14), (32, 32, 3, 3), torch.channels_last),
+    "one channel, in either layout": ((1, 1, 64, 64), (96, 1, 5, 5), torch.channels_last),
+}
 
-def explained(call: tuple[Any, ...], dtype: torch.dtype) -> str:
+
+def explained(
+    call: tuple[Any, ...], dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format
+) -> str:
     input, weight, stride, padding, dilation = call
-    x, w = torch.empty(input, dtype=dtype), torch.empty(weight, dtype=dtype)
+    x, w = (torch.empty(size, dtype=dtype, memory_format=layout) for size in (input, weight))
     geometry = {"stride": stride, "padding": padding, "dilation": dilation}
     return fusedconv.explain(FF.conv2d_relu_hardswish, x, w, **geometry).path
 
@@ -63,6 +79,17 @@ def test_pytorch_runs_convs_that_it_runs_faster(call: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("call", DIRECT.values(), ids=DIRECT)
 def test_our_conv_runs_the_others(call: tuple[Any, ...]) -> None:
     assert explained(call, torch.float32) == "direct"
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("call", [*WIDE.values(), *NARROW.values()], ids=[*WIDE, *NARROW])
+def test_width_decides_without_avx512(
+    call: tuple[Any, ...], isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_C, "cpu_isa", lambda: isa)
+    *sizes, layout = call
+    wide = call in WIDE.values() and isa != "avx512"
+    assert explained((*sizes, 1, 0, 1), torch.float32, layout) == ("two-step" if wide else "direct")
 
 
 CHILD = """

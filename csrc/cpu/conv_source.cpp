@@ -71,13 +71,16 @@ int64_t ConvSource<T>::prepare(int64_t tile_rows) {
   return (Checked(in_channels_) * packed_channel_ + horizontal_.reach() + kLanes<T>).value();
 }
 
-// Moving a value costs as much as so many products with it.
+// Moving a value costs a tenth of so many products with it; more where values do not lie side by side.
 constexpr int64_t kPackProducts = 64;
+constexpr int64_t kScatteredPackProducts = 512;
 
 template <class T>
 int64_t ConvSource<T>::channels_for_pack() const {
   if (has_packed_layout()) return 1;
-  return ceil_div(kPackProducts * vertical_.phases() * horizontal_.phases(),
+  const int64_t products =
+      horizontal_.stride * input_.stride[3] == 1 ? kPackProducts : kScatteredPackProducts;
+  return ceil_div(products * vertical_.phases() * horizontal_.phases(),
                   vertical_.kernel * horizontal_.kernel);
 }
 

@@ -37,8 +37,9 @@ int64_t channels_of_unit(const Source<T>& source, int64_t group_channels, const 
   if (Chain::Reduce::kReducesChannels || (Chain::kNeedsStatistics && channels_last)) return source.channels;
   const int64_t row_bytes = source.pitch * int64_t(sizeof(T));
   const int64_t step = least_common_multiple(group_channels, kBlockChannels);
-  const int64_t fitting = larger(source.channels_for_pack(),
-                                 kUnitBytes / (Chain::kNeedsStatistics ? source.rows * row_bytes : row_bytes));
+  const int64_t fitting =
+      larger(source.channels_for_pack(),
+             kUnitBytes / (Chain::kNeedsStatistics ? source.rows * row_bytes : row_bytes));
   return smaller(source.channels, larger(step, smaller(fitting, kUnitChannels) / step * step));
 }
 

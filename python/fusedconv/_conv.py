@@ -171,7 +171,7 @@ def fails_in_half(
     if not input.is_cpu or input.dtype not in (torch.bfloat16, torch.float16):
         return False
     sides = zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    has_one_pixel = any(side[0] == 1 or _windows(*side) == 1 for side in sides)
+    has_one_pixel = any(side[0] == 1 or output_size(*side) == 1 for side in sides)
     return has_one_pixel or _fails(input, weight, stride, padding, dilation)
 
 
@@ -185,7 +185,7 @@ def _fails(
     for size, kernel, step, before, gap in zip(
         input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
     ):
-        reach, last = gap * (kernel - 1), step * (_windows(size, kernel, step, before, gap) - 1)
+        reach, last = gap * (kernel - 1), step * (output_size(size, kernel, step, before, gap) - 1)
         has_idle_window = before > reach or gap > size
         has_idle_tap = reach - before >= size or before > last or step > size
         if has_idle_window or has_idle_tap:
@@ -202,7 +202,7 @@ def _may_be_padded(
     if any(gap > size or step > size for size, gap, step in zip(padded, dilation, stride, strict=True)):
         return False
     windows = [
-        _windows(*side) for side in zip(sides, weight.shape[2:], stride, padding, dilation, strict=True)
+        output_size(*side) for side in zip(sides, weight.shape[2:], stride, padding, dilation, strict=True)
     ]
     values = channels * math.prod(sides) + weight.shape[0] * math.prod(windows)
     return channels * math.prod(padded) <= max(_MOST_PADDED * values, _FEW_PADDED)
@@ -228,7 +228,7 @@ def _is_narrow(
 _BLOCK = 16  # channels; 8 with AVX2
 
 
-def _windows(size: int, kernel: int, step: int, before: int, gap: int) -> int:
+def output_size(size: int, kernel: int, step: int, before: int, gap: int) -> int:
     """Pixels of a side of the output."""
     return (size + 2 * before - gap * (kernel - 1) - 1) // step + 1
 
@@ -274,7 +274,7 @@ def _by_taps(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geom
     *steps, groups = geometry
     x, w = _grouped(input, 1, groups), _grouped(weight, 0, groups)
     sides = zip(input.shape[2:], weight.shape[2:], *steps, strict=True)
-    height, width = [_windows(*side) for side in sides]
+    height, width = [output_size(*side) for side in sides]
     y = x.new_zeros(x.shape[0], *w.shape[:2], height, width)
     for tap, of_input, (_, rows, columns) in _taps(input, weight, *steps):
         products = torch.einsum("goi,ngihw->ngohw", w[tap], x[of_input])
@@ -328,7 +328,7 @@ def _taps(
 
 def _taps_of_side(size: int, kernel: int, step: int, before: int, gap: int) -> list[tuple[int, slice, slice]]:
     taps = []
-    windows = _windows(size, kernel, step, before, gap)
+    windows = output_size(size, kernel, step, before, gap)
     for tap in range(kernel):
         place = tap * gap - before  # of the tap in the first window
         first = max(0, -(place // step))

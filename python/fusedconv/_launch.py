@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._conv import GEOMETRY
+from ._conv import GEOMETRY, output_size
 from .chains import Chain
 from .config import get_float32_precision
 
@@ -55,6 +55,13 @@ def form(tensor: Tensor) -> _C.Form:
 _MOST_PRODUCTS = 512
 # Of input channels; each is a plane of its own to our conv.
 _MOST_INPUT_CHANNELS = 64
+# Without AVX-512's registers, twice as many and as long, ours is the faster one for input times output channels below
+# this. In channels_last it moves each value to a plane and back, which oneDNN's does not: that pays for filters of more
+# than one pixel where few channels leave oneDNN's blocks empty, and where a call's own cost is most of it.
+_MOST_CHANNEL_PAIRS = 8192
+_MOST_OF_FEWER_CHANNELS = 12
+_MOST_OF_MORE_CHANNELS = 64
+_FEW_VALUES = 2**14
 # Our conv computes a tile's output as one run of pixels, rows with all that the filter reaches beyond them, in whole
 # vectors, and packs the input of each tile with its padding (csrc/cpu/conv_source.h, plan.h). So many times the output
 # it may compute, and so many times input and output it may pack: beyond, work and memory would follow from padding and
@@ -77,6 +84,8 @@ def _words_on_cpu(args: Sequence[Any]) -> str:
         return f"two-step, {products} products for a value"
     if input.dtype is torch.float32 and weight.shape[1] > _MOST_INPUT_CHANNELS:
         return f"two-step, {weight.shape[1]} input channels"
+    if input.dtype is torch.float32 and _C.cpu_isa() != "avx512" and _is_wide(args):
+        return f"two-step, {weight.shape[1]} to {weight.shape[0]} channels"
     pixels, computed, packed = _pixels_on_cpu(args)
     if computed > _MOST_COMPUTED * pixels:
         return f"two-step, {computed} pixels to compute for {pixels}"
@@ -87,15 +96,38 @@ def _words_on_cpu(args: Sequence[Any]) -> str:
     return f"direct, {_C.cpu_isa()}, {products} products for a value"
 
 
+def _is_wide(args: Sequence[Any]) -> bool:
+    """Whether oneDNN's conv is faster by the time that it saves than our call is by what it spares."""
+    input, weight = args[:2]
+    fewer, more = sorted(weight.shape[:2])
+    if fewer * more >= _MOST_CHANNEL_PAIRS:
+        return True
+    if input.stride(1) != 1 or input.shape[1] == 1:  # planes
+        return False
+    if (
+        fewer <= _MOST_OF_FEWER_CHANNELS
+        and more <= _MOST_OF_MORE_CHANNELS
+        and math.prod(weight.shape[2:]) > 1
+    ):
+        return False
+    pixels = [math.prod(_outputs(args)), math.prod(input.shape[2:])]
+    return input.shape[0] * (weight.shape[0] * pixels[0] + weight.shape[1] * pixels[1]) > _FEW_VALUES
+
+
+def _outputs(args: Sequence[Any]) -> list[int]:
+    """Rows and columns of the conv's output."""
+    sides = zip(args[0].shape[2:], args[1].shape[2:], *args[GEOMETRY][:3], strict=True)
+    return [output_size(*side) for side in sides]
+
+
 def _pixels_on_cpu(args: Sequence[Any]) -> tuple[int, int, int]:
     """Of a sample: pixels of the output; those that our conv computes for them; those that it packs of a channel."""
-    (rows, reach_rows, row_phases), (columns, reach_columns, column_phases) = [
-        ((size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1,
-         dilation * (kernel - 1) // stride, min(stride, dilation * (kernel - 1) + 1))
-        for size, kernel, stride, padding, dilation in zip(
-            args[0].shape[2:], args[1].shape[2:], *args[GEOMETRY][:3], strict=True
-        )
-    ]  # fmt: skip
+    rows, columns = _outputs(args)
+    stride, _, dilation = args[GEOMETRY][:3]
+    (reach_rows, row_phases), (reach_columns, column_phases) = [
+        (gap * (kernel - 1) // step, min(step, gap * (kernel - 1) + 1))
+        for kernel, step, gap in zip(args[1].shape[2:], stride, dilation, strict=True)
+    ]
     pitch = columns + reach_columns
     tile_rows = max(1, min(rows, _TILE_PIXELS // pitch))
     packed_rows = -(-rows // tile_rows) * (tile_rows + reach_rows) * row_phases
