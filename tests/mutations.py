@@ -273,7 +273,7 @@ MUTATIONS = (
     Mutation("backward", "the columns of a long window are counted in float32", PYTHON + "_register_backward.py",
              "max(height, width) < _MOST_SIDE", "height < _MOST_SIDE", "tests/test_backward.py -k float32_counts"),
     Mutation("bounds", "the input is read past its end", CPU + "conv_source.cpp",
-             "return has_packed_layout && end <= vertical_.size * this->pitch;", "return has_packed_layout;",
+             "return has_packed_layout() && end <= vertical_.size * this->pitch;", "return has_packed_layout();",
              "tests/test_layouts.py -k outside"),
     Mutation("sizes", "products of sizes wrap", CORE + "checked.h",
              "if (__builtin_mul_overflow(a.value_, b.value_, &product)) fail", "if (__builtin_mul_overflow(a.value_, b.value_, &product) && false) fail",

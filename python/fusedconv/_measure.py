@@ -125,8 +125,24 @@ def copy_rate(device: torch.device, threads: int) -> float:
 
 @cache
 def product_rate(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Operations a second, two a product, in a large ``torch.mm``; ``threads`` as in ``copy_rate``."""
-    n = 8192 if device.type == "cuda" and dtype != torch.float64 else 2048
+    """Operations a second, two a product, in a large ``torch.mm``; ``threads`` as in ``copy_rate``.
+
+    A CPU without instructions for a half precision is faster in float32, which its convs may use, and ``torch.mm`` takes
+    minutes for a large product: a small one tells.
+    """
+    if device.type != "cpu":
+        return _rate_of_mm(8192 if dtype != torch.float64 else 2048, device, dtype)
+    n = 2048
+    rate = _rate_of_mm(128, device, dtype)
+    if 2 * n**3 < _MOST_SECONDS * rate:
+        rate = max(rate, _rate_of_mm(n, device, dtype))
+    return max(rate, product_rate(device, torch.float32, threads)) if dtype.itemsize == 2 else rate
+
+
+_MOST_SECONDS = 2  # of one product
+
+
+def _rate_of_mm(n: int, device: torch.device, dtype: torch.dtype) -> float:
     generator = torch.Generator(device)  # the program's own random numbers stay what they are
     a, b = torch.rand(2, n, n, device=device, dtype=dtype, generator=generator)
     out = torch.empty_like(a)
