@@ -107,6 +107,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
     """The most memory that ``call`` held at a time beyond what the process had; 0 where nobody can tell."""
     refs = Path("/proc/self/clear_refs")
     if IS_SANITIZED or not refs.exists():
+        call()
         return 0
     refs.write_text("5")  # the peak starts anew
     before = _kilobytes("VmHWM")

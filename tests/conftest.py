@@ -11,6 +11,9 @@ import torch
 from cuda_conv import SOURCE, Runner, expected_path, forget
 from fusedconv import _dispatch
 
+# Of the processes that tests start: idle threads that spin take the cores of whoever works beside them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # The profile of CI draws the same examples each time; `HYPOTHESIS_PROFILE=search` looks for new ones.
 hypothesis.settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None, database=None)
 # `fuzz` draws 30,000 cases in test_fuzz.py, the same ones each time.

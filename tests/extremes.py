@@ -187,7 +187,7 @@ class Standard:
 
     def hold(self, ours: dict[str, Tensor]) -> None:
         """Behind a norm of few values, or of values that lie close together, eager's own error is one of chance: there it
-        is the worst of what eager has were each error of its conv up or down, and v's gradient rounded one way."""
+        is the worst of what eager has were its conv's errors other pixels', up or down, or v's gradient rounded one way."""
         # as eager's group norm loses digits otherwise
         in_double = self.call.map(lambda t: t.double().contiguous())
         reference = self.of(self.conv, in_double)
@@ -205,10 +205,13 @@ class Standard:
         def conv(call: Call) -> Tensor:
             v = self.conv(call)
             with torch.no_grad():
-                error = v.double() - self.conv(call.map(Tensor.double))
-                turn = torch.randint(2, v.shape, generator=generator(way)) * -2 * error
-                turned = (v.double() + turn).to(v.dtype)
-            return v + (turned - v).detach()
+                right = self.conv(call.map(Tensor.double))
+                errors = (v.double() - right).transpose(0, 1)  # a channel's pixels have each other's
+                gen = generator(way)
+                order = torch.randperm(errors[0].numel(), generator=gen)
+                moved = errors.flatten(1)[:, order].view_as(errors).transpose(0, 1)
+                other = right + moved * (1 - 2 * torch.randint(2, v.shape, generator=gen))
+            return v + (other.to(v.dtype) - v).detach()
 
         return conv
 

@@ -276,10 +276,19 @@ def test_the_floor_is_the_longer_of_both(
 
 
 def test_the_rates_are_of_what_moves_and_of_two_operations_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusedconv._measure._fastest_seconds", lambda call, device: 2.0)
+    monkeypatch.setattr("fusedconv._measure._fastest_seconds", lambda call, device: 2.0**-12)
     cpu = torch.device("cpu")
-    assert copy_rate.__wrapped__(cpu, 1) == 2**28  # 2^26 values of 4 bytes, there and back
-    assert product_rate.__wrapped__(cpu, torch.float32, 1) == 2**33  # 2^11 to the third
+    assert copy_rate.__wrapped__(cpu, 1) == 2.0 ** (29 + 12)  # 2^26 values of 4 bytes, there and back
+    assert product_rate.__wrapped__(cpu, torch.float32, 1) == 2.0 ** (34 + 12)  # 2^11 to the third, twice
+
+
+def test_rates_of_slow_products_are_those_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision a CPU may take minutes for a large one; its convs are run in float32 then."""
+    monkeypatch.setattr("fusedconv._measure._fastest_seconds", lambda call, device: 1.0)
+    cpu = torch.device("cpu")
+    assert product_rate.__wrapped__(cpu, torch.float32, 1) == 2**22  # 2^7 to the third, twice
+    monkeypatch.setattr("fusedconv._measure.product_rate", lambda device, dtype, threads: 2.0**30)
+    assert product_rate.__wrapped__(cpu, torch.bfloat16, 1) == 2**30
 
 
 def test_the_rate_is_of_the_dtype_that_the_conv_has() -> None:
