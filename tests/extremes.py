@@ -187,7 +187,7 @@ class Standard:
 
     def hold(self, ours: dict[str, Tensor]) -> None:
         """Behind a norm of few values, or of values that lie close together, eager's own error is one of chance: there it
-        is the worst of what eager has were its conv's errors other pixels', up or down, or v's gradient rounded one way."""
+        is the worst of what eager has were each error of its conv another pixel's, or v's gradient rounded one way."""
         # as eager's group norm loses digits otherwise
         in_double = self.call.map(lambda t: t.double().contiguous())
         reference = self.of(self.conv, in_double)
