@@ -38,7 +38,10 @@ class Child:
         if self.process is None:
             self._start()
         assert self.process is not None
-        self.connection.send(case)
+        try:
+            self.connection.send(case)
+        except BrokenPipeError:
+            raise AssertionError(f"{self._end('died before it got a case')}\nin {case!r}") from None
         ready = wait([self.connection, self.process.sentinel], self.timeout)
         if self.connection in ready:
             try:
@@ -60,13 +63,16 @@ class Child:
         process.start()
         other.close()
         self.process = process
-        self.connection.recv()  # however long it takes to import what the check needs
+        try:
+            self.connection.recv()  # however long it takes to import what the check needs
+        except EOFError:
+            raise AssertionError(self._end("died at its start")) from None
 
     def _end(self, what: str) -> str:
         """Ends the process, and tells why it had to."""
         process, self.process = self.process, None
         assert process is not None
-        process.join(5 if what == "died" else 0)
+        process.join(5 if what.startswith("died") else 0)
         process.kill()
         process.join()
         status = process.exitcode or 0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from helpers import (
     bound_of,
     double,
     exact_eager,
+    flushing_denormals,
     look,
     outcome,
     relative_error,
@@ -36,8 +38,26 @@ Run = Callable[[Row, Call], Tensor]  # of a whole chain
 Conv = Callable[[Call], Tensor]  # of the conv alone
 WAYS = 12  # of so many errors the largest is hardly a lucky one
 HALVES = (torch.float16, torch.bfloat16)
+IN_DOUBLE = 2.0**-28  # of an error in float32, with a place to spare
 # By so much a conv's output may differ from float64's, in the unit of its largest value.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def scaled(run: dict[str, Tensor], reference: dict[str, Tensor], digits: float) -> dict[str, Tensor]:
+    """A run whose error is so many times as large."""
+    return {name: right + (run[name].double() - right) * digits for name, right in reference.items()}
+
+
+def norm_by_deviations(
+    v: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """`F.group_norm`, rounded elsewhere."""
+    groups = v.unflatten(1, (num_groups, -1))
+    deviations = groups - groups.mean((2, 3, 4), keepdim=True)
+    variance = deviations.square().mean((2, 3, 4), keepdim=True)
+    y = (deviations / (variance + eps).sqrt()).flatten(1, 2)
+    y = y if weight is None else y * weight[:, None, None]
+    return y if bias is None else y + bias[:, None, None]
 
 
 def check(case: ConvCase) -> None:
@@ -193,31 +213,47 @@ class Standard:
         reference = self.of(self.conv, in_double)
         eager = self.call.map(exact_eager)
         others = [self.of(self.conv, eager)]
+        if self.is_double:  # the reference has an error of its own: eager's shows from its error in float32
+            others = [scaled(run, reference, IN_DOUBLE) for run in others]
         try:
             self.compare(ours, reference, others)
         except AssertionError:
-            others += [self.of(self.other_luck(way), eager) for way in range(WAYS)]
-            if self.direction is not None:
+            # Behind such a conv an exact chain and eager's. Float64's is exact; float32's would saturate earlier.
+            chains = [in_double] if self.is_double else [in_double, eager]
+            others += [self.of(self.other_luck(way), chain) for way in range(WAYS) for chain in chains]
+            if self.is_double:
+                with patch("torch.nn.functional.group_norm", norm_by_deviations):
+                    others.append(self.of(self.conv, in_double))
+            if self.direction is not None and self.row.has_norm:
                 others.append(self.rounded_one_way(in_double, reference))
             self.compare(ours, reference, others)
 
+    @property
+    def is_double(self) -> bool:
+        return self.call.x.dtype is torch.float64
+
     def other_luck(self, way: int) -> Conv:
+        """The conv with eager's errors, as they are (way 0), or each another pixel's, up or down."""
+        gen = generator(way)
+        with torch.no_grad():
+            right = self.conv(self.call.map(Tensor.double))
+            errors = self.conv(self.call.map(exact_eager)).double() - right
+            if way > 0:
+                of_channels = errors.transpose(0, 1)
+                order = torch.randperm(of_channels[0].numel(), generator=gen)
+                errors = of_channels.flatten(1)[:, order].view_as(of_channels).transpose(0, 1)
+                errors = errors * (1 - 2 * torch.randint(2, errors.shape, generator=gen))
+            other = right + errors * (IN_DOUBLE if self.is_double else 1.0)
+
         def conv(call: Call) -> Tensor:
             v = self.conv(call)
-            with torch.no_grad():
-                right = self.conv(call.map(Tensor.double))
-                errors = (v.double() - right).transpose(0, 1)  # a channel's pixels have each other's
-                gen = generator(way)
-                order = torch.randperm(errors[0].numel(), generator=gen)
-                moved = errors.flatten(1)[:, order].view_as(errors).transpose(0, 1)
-                other = right + moved * (1 - 2 * torch.randint(2, v.shape, generator=gen))
             return v + (other.to(v.dtype) - v).detach()
 
         return conv
 
     def rounded_one_way(self, in_double: Call, reference: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The reference, were all of v's gradient rounded by half of a last place, and its products with the input all to
-        the same side: where most of a norm's gradient is one value, all of it is rounded alike."""
+        """The reference, were each value of v's gradient rounded by half of its last place, and its products with weights
+        and input all to the same side: where a norm's gradient is mostly one value, all of it is rounded alike."""
         of_v: list[Tensor] = []
 
         def conv(call: Call) -> Tensor:
@@ -226,22 +262,21 @@ class Standard:
             return v
 
         self.of(conv, in_double)
-        half_place = torch.finfo(exact_eager(self.call.x).dtype).eps / 2
+        half_place = torch.finfo(self.call.x.dtype).eps / 2
         call, leaves = with_leaves(in_double.map(Tensor.abs), None)
-        parameters = [leaf for name, leaf in leaves.items() if name != "input"]
-        found = torch.autograd.grad(
-            self.conv(call), parameters, half_place * of_v[0].abs(), materialize_grads=True
+        of_input, *others = torch.autograd.grad(
+            self.conv(call), list(leaves.values()), half_place * of_v[0].abs(), materialize_grads=True
         )
-        moved = torch.cat([gradient.flatten() for gradient in found])
-        return {**reference, "parameters": reference["parameters"] + moved}
+        of_parameters = torch.cat([gradient.flatten() for gradient in others])
+        return {
+            "input": reference["input"] + of_input,
+            "parameters": reference["parameters"] + of_parameters,
+        }
 
     def compare(
         self, ours: dict[str, Tensor], reference: dict[str, Tensor], others: list[dict[str, Tensor]]
     ) -> None:
         dtype = self.call.x.dtype
-        # The reference has float64's own error, so eager's in float64 shows from its error in float32.
-        digits = 2.0**-28 if dtype is torch.float64 else 1.0
-        others = [{n: t + (some[n].double() - t) * digits for n, t in reference.items()} for some in others]
         if self.direction is not None:
             hold_gradients(ours, reference, others, GRADIENT_BOUNDS[dtype], "input")
             return
@@ -333,10 +368,9 @@ class FlushedDenormals(ConvCase):
         ours, eagers = [], []
         for flushes, threads in ((False, 1), (True, 1), (True, 2)):
             torch.set_num_threads(threads)
-            torch.set_flush_denormal(flushes)
-            ours.append(runs[0]())
-            eagers.append(runs[1]())
-            torch.set_flush_denormal(False)
+            with flushing_denormals(flushes):
+                ours.append(runs[0]())
+                eagers.append(runs[1]())
         (quiet, flushed, of_two), (eager_quiet, eager_flushed, eager_of_two) = ours, eagers
         if same_bits(eager_flushed, eager_of_two):  # PyTorch's own threads do not have the caller's mode
             assert same_bits(flushed, of_two), "bits differ between threads"

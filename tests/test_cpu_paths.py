@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ EXTREMES: dict[str, tuple[Any, ...]] = {
     "strides as long as the padding": ((1, 1, 3, 3), (1, 1, 2, 2), 20000, 10000, 20000),
     "mostly padding": ((1, 1, 8, 8), (1, 1, 3, 3), 1, 6000, 6000),
     "a few columns of long rows": ((4, 8, 128, 128), (32, 8, 3, 3), 1, 0, 60),
-    "rows that are packed for each tile": ((1, 4, 300, 300), (8, 4, 3, 3), 1, 100, 100),
     "the largest steps": ((1, 2, 5, 5), (2, 2, 2, 2), 2**31 - 1, 2**31 - 1, 2**31 - 1),
 }
 
@@ -38,6 +38,7 @@ DIRECT: dict[str, tuple[Any, ...]] = {
     "a reference workload": ((2, 8, 128, 128), (64, 8, 3, 3), 1, 0, 1),
     "a stem": ((1, 3, 224, 224), (64, 3, 7, 7), 2, 3, 1),
     "a small map": ((2, 8, 7, 7), (16, 8, 3, 3), 1, 1, 1),
+    "a filter that reaches far": ((1, 4, 300, 300), (8, 4, 3, 3), 1, 100, 100),
     "a dilated map": ((1, 8, 64, 64), (8, 8, 3, 3), 1, 8, 8),
     "a wide row": ((1, 8, 1, 4096), (8, 8, 1, 3), 1, (0, 1), 1),
 }
@@ -87,9 +88,11 @@ def test_width_decides_without_avx512(
     call: tuple[Any, ...], isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_C, "cpu_isa", lambda: isa)
-    *sizes, layout = call
+    (_, *sample), weight, layout = call
     wide = call in WIDE.values() and isa != "avx512"
-    assert explained((*sizes, 1, 0, 1), torch.float32, layout) == ("two-step" if wide else "direct")
+    for batch in (1, 64):  # or a sample's bits would depend on it
+        path = explained(((batch, *sample), weight, 1, 0, 1), torch.float32, layout)
+        assert path == ("two-step" if wide else "direct")
 
 
 CHILD = """
@@ -124,6 +127,46 @@ def test_memory_that_cannot_be_had_is_an_error_that_says_how_much() -> None:
     kind, text = failure(lambda: FF.conv2d_relu_hardswish(x, weight.expand(1, 2**43, 1, 1)))
     assert kind is RuntimeError
     assert text == f"fusedconv: cannot allocate {2**43 * 4 * 8} bytes of working memory"
+
+
+MANY_THREADS = """
+import torch
+import fusedconv.functional as FF
+
+torch.set_num_threads(8)
+x = torch.zeros(2**16, dtype=torch.float64).expand(2, 2**15, 2**30, 2**16)
+weight = torch.zeros(1, dtype=torch.float64).expand(128, 2**15, 2, 1)
+try:
+    FF.conv2d_relu_hardswish(x, weight, dilation=(2**30 - 1, 1))
+except RuntimeError as error:
+    assert "fusedconv: a size is too large: 8 * " in str(error), error
+"""
+
+
+def test_memory_of_many_threads_that_no_number_holds() -> None:
+    """In a process of its own: it crashed."""
+    new_process(MANY_THREADS)
+
+
+def test_a_dilated_filter_packs_few_rows_twice() -> None:
+    """A tile has the rows that the filter reaches beyond it. It had one, and packed 81 for it."""
+    x, weight = torch.rand(1, 8, 128, 128), torch.rand(16, 8, 3, 3)
+
+    def seconds(dilation: int) -> float:
+        def call() -> Tensor:
+            return FF.conv2d_relu_hardswish(x, weight, padding=dilation, dilation=dilation)
+
+        assert explained((x.shape, weight.shape, 1, dilation, dilation), x.dtype) == "direct"
+        call()
+        times = []
+        for _ in range(9):
+            began = time.process_time()
+            call()
+            times.append(time.process_time() - began)
+        return min(times)
+
+    torch.set_num_threads(1)
+    assert seconds(24) < 2 * seconds(1)
 
 
 # ---- sums of large terms ----

@@ -9,7 +9,8 @@
 
 namespace fusedconv {
 
-// As in inline.h, for the host alone: no instruction set's copy is there for the others to take.
+// As in inline.h, for the host alone: the linker keeps one copy of an inline function for all, and it may be
+// the one compiled for AVX-512.
 #define FUSEDCONV_HOST_INLINE inline __attribute__((always_inline))
 
 // An int64_t whose sums, differences and products are checked. What has no operand of this type is not: start

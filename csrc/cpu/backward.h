@@ -37,12 +37,12 @@ class BackwardSchedule {
         plane_(problem.v.size[2] * problem.v.size[3]),
         group_channels_(Chain::kNeedsStatistics ? channel_count_ / problem.arguments.num_groups : 1),
         groups_(channel_count_ / group_channels_),
-        threads_(int(smaller(threads, 1 + element_count(problem.v) * kOperations / kThreadOperations))),
+        threads_(threads_worth_waking(threads, element_count(problem.v), kOperations)),
         row_elements_(round_up(problem.v.size[3], kLanes<T>)),
-        channels_(samples_ * channel_count_),
-        norms_(samples_ * channel_count_),
-        sums_(samples_ * channel_count_),
-        pool_rows_(Reduce::kPools ? 3 * threads_ * row_elements_ : 0) {}
+        channels_(samples_, channel_count_),
+        norms_(samples_, channel_count_),
+        sums_(samples_, channel_count_),
+        pool_rows_(Reduce::kPools ? 3 : 0, threads_, row_elements_) {}
 
   void run() const {
     if constexpr (Reduce::kReducesChannels) {

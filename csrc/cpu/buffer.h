@@ -14,8 +14,11 @@ inline namespace FUSEDCONV_TARGET {
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(Checked count)
-      : data_(static_cast<T*>(allocate_aligned(size_t((count * int64_t(sizeof(T))).value())))) {}
+  // Of as many elements as the product of all counts: threads, say, times what each has.
+  template <class... Counts>
+  explicit Buffer(Checked count, Counts... times)
+      : data_(static_cast<T*>(allocate_aligned(
+            size_t(((Checked(int64_t(sizeof(T))) * count) * ... * Checked(times)).value())))) {}
   ~Buffer() { free_aligned(data_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;

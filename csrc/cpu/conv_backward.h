@@ -48,27 +48,28 @@ class ConvBackwardSchedule {
         bands_(ceil_div(source_.rows + reach_, band_rows_)),
         strip_bands_(ceil_div(larger(kStripRows, kStripReaches * reach_), band_rows_)),
         strips_(ceil_div(bands_, strip_bands_)),
-        threads_(int(smaller(threads, 1 + element_count(problem.v) * source_.cost() / kThreadOperations))),
+        threads_(threads_worth_waking(threads, element_count(problem.v), source_.cost())),
         gradients_(*problem.conv, source_, band_rows_),
         plane_(source_.plane(band_rows_)),
-        tile_elements_(channel_count_ * plane_ + kLanes<T>),
+        tile_elements_((Checked(channel_count_) * plane_ + kLanes<T>).value()),
         by_thread_(takes_whole_samples()),
         step_samples_(smaller(samples_, samples_of_step())),
         slots_(by_thread_ ? threads_ : step_samples_),
         row_elements_(round_up(source_.cols, kLanes<T>)),
-        packed_elements_(round_up(source_.prepare(band_rows_), kLanes<T>)),
-        grad_v_elements_(round_up(gradients_.grad_v_elements(), kLanes<T>)),
-        scratch_elements_(packed_elements_ + grad_v_elements_ +
-                          larger(kBlockChannels * plane_ + kLanes<T>, gradients_.grad_input_elements())),
-        scratch_(threads_ * scratch_elements_),
-        pool_rows_(Reduce::kPools ? 3 * threads_ * row_elements_ : 0),
-        v_(kKeeps ? slots_ * bands_ * tile_elements_ : 0),
-        spread_(Reduce::kStores ? 0 : slots_ * bands_ * tile_elements_),
-        channels_(slots_ * channel_count_),
-        norms_(slots_ * channel_count_),
-        sample_sums_(Chain::kNeedsStatistics ? slots_ * channel_count_ : 0),
-        sums_(step_samples_ * strips_ * channel_count_),
-        weight_sums_(wants_weight() ? step_samples_ * strips_ * gradients_.weight_elements() : 0),
+        packed_elements_(whole_vectors(source_.prepare(band_rows_))),
+        grad_v_elements_(whole_vectors(gradients_.grad_v_elements())),
+        scratch_elements_((Checked(packed_elements_) + grad_v_elements_ +
+                           larger(kBlockChannels * plane_ + kLanes<T>, gradients_.grad_input_elements()))
+                              .value()),
+        scratch_(threads_, scratch_elements_),
+        pool_rows_(Reduce::kPools ? 3 : 0, threads_, row_elements_),
+        v_(kKeeps ? slots_ : 0, bands_, tile_elements_),
+        spread_(Reduce::kStores ? 0 : slots_, bands_, tile_elements_),
+        channels_(slots_, channel_count_),
+        norms_(slots_, channel_count_),
+        sample_sums_(Chain::kNeedsStatistics ? slots_ : 0, channel_count_),
+        sums_(step_samples_, strips_, channel_count_),
+        weight_sums_(wants_weight() ? step_samples_ : 0, strips_, gradients_.weight_elements()),
         total_(channel_count_),
         weight_total_(wants_weight() ? gradients_.weight_elements() : 0) {}
 
@@ -112,14 +113,16 @@ class ConvBackwardSchedule {
     return round_up(larger(reach_, ceil_div(height, ceil_div(height, most))), window);
   }
 
+  static int64_t whole_vectors(Checked elements) { return round_up(elements, kLanes<T>).value(); }
+
   int64_t kept_bytes() const {
-    return bands_ * tile_elements_ * int64_t(sizeof(T)) * (Reduce::kStores ? 1 : 2);
+    return (Checked(bands_) * tile_elements_ * int64_t(sizeof(T)) * (Reduce::kStores ? 1 : 2)).value();
   }
 
   // Otherwise all threads share a sample's strips, and wait for each other after each pass.
   bool takes_whole_samples() const {
     const bool shares_are_even = samples_ % threads_ == 0 || samples_ >= 4 * threads_;
-    return kKeeps && shares_are_even && threads_ * kept_bytes() <= kMostKeptBytes;
+    return kKeeps && shares_are_even && Checked(threads_) * kept_bytes() <= kMostKeptBytes;
   }
 
   int64_t samples_of_step() const {

@@ -83,8 +83,8 @@ FUSEDCONV_INLINE MultiplyBlock<T> multiply_block_of(int64_t vectors) {
   return multiply_block<kVectors, T>;
 }
 
-// The same for all channels of a tile and a run of whole vectors of its pixels. weight is [channel
-// block][tap] [channel of the block].
+// The same for all channels of a tile and a run of whole vectors of its pixels. weight is
+// [channel block][tap][channel of the block].
 template <class T>
 void multiply_run(const Taps<T>& taps, int64_t pixels, const T* weight, const T* bias, int64_t channels,
                   const Tile<T>& out) {

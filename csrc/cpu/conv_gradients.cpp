@@ -110,12 +110,13 @@ void ConvGradients<T>::set_offsets() {
 // In front, the last tap reads before the first row; at the end, vectors reach past the last one.
 template <class T>
 int64_t ConvGradients<T>::grad_v_elements() const {
-  return round_up(reach_[1], kLanes<T>) + round_up(channels_, kBlockChannels) * plane_ + kLanes<T>;
+  return (Checked(round_up(channels_, kBlockChannels)) * plane_ + round_up(reach_[1], kLanes<T>) + kLanes<T>)
+      .value();
 }
 
 template <class T>
 int64_t ConvGradients<T>::grad_input_elements() const {
-  return in_channels_ * input_plane_;
+  return (Checked(in_channels_) * input_plane_).value();
 }
 
 template <class T>

@@ -71,7 +71,8 @@ int64_t ConvSource<T>::prepare(int64_t tile_rows) {
   return (Checked(in_channels_) * packed_channel_ + horizontal_.reach() + kLanes<T>).value();
 }
 
-// Moving a value costs a tenth of so many products with it; more where values do not lie side by side.
+// A packed value is used for so many products, or packing it takes more than a tenth of their time; for more
+// where values do not lie side by side.
 constexpr int64_t kPackProducts = 64;
 constexpr int64_t kScatteredPackProducts = 512;
 

@@ -9,6 +9,7 @@
 #include "../core/chain.h"
 #include "buffer.h"
 #include "convert.h"
+#include "layout.h"
 #include "parallel_for.h"
 #include "plan.h"
 #include "statistics.h"
@@ -19,13 +20,6 @@ inline namespace FUSEDCONV_TARGET {
 // Pixels of a block: so many values, which stay in L1, and no more than a lane sums in the compute type.
 constexpr int64_t kBlockValues = 4096;
 constexpr int64_t kLeastBlockPixels = 16;
-
-// Whether all rows and columns of a sample are pixels at one distance, and each pixel's channels lie side by
-// side.
-FUSEDCONV_INLINE bool has_channels_side_by_side(const Tensor& tensor) {
-  const bool is_pixel = tensor.size[2] * tensor.size[3] == 1;
-  return tensor.stride[1] == 1 && (is_pixel || tensor.stride[2] == tensor.size[3] * tensor.stride[3]);
-}
 
 template <class Chain, class T>
 class PixelSchedule {
@@ -40,8 +34,8 @@ class PixelSchedule {
         groups_(channel_count_ / group_channels_),
         block_pixels_(larger(kLeastBlockPixels, smaller(kLanePixels, kBlockValues / channel_count_))),
         blocks_(ceil_div(pixels_, block_pixels_)),
-        threads_(int(smaller(smaller(threads, samples_ * blocks_),
-                             1 + element_count(problem.input) * kOperations / kThreadOperations))),
+        threads_(threads_worth_waking(smaller(threads, samples_ * blocks_), element_count(problem.input),
+                                      kOperations)),
         by_thread_(samples_ % threads_ == 0 || samples_ >= 4 * threads_),
         lanes_(vectors_) {
     set_lanes(lanes_.data(), nullptr);
@@ -72,10 +66,10 @@ class PixelSchedule {
   // Many samples: each thread takes whole ones. Few: all threads share the blocks of one.
   void run_with_statistics() const {
     const int64_t slots = by_thread_ ? threads_ : 1;
-    const Buffer<Moments> moments(slots * blocks_ * groups_);
-    const Buffer<Moments> channels(threads_ * channel_count_);
-    const Buffer<GroupStatistics> statistics(slots * groups_);
-    const Buffer<Lanes> lanes(slots * vectors_);
+    const Buffer<Moments> moments(slots, blocks_, groups_);
+    const Buffer<Moments> channels(threads_, channel_count_);
+    const Buffer<GroupStatistics> statistics(slots, groups_);
+    const Buffer<Lanes> lanes(slots, vectors_);
     const auto sample = [&](int64_t n, int64_t slot) {
       GroupStatistics* own = statistics.data() + slot * groups_;
       return Sample{n, moments.data() + slot * blocks_ * groups_,
@@ -143,12 +137,13 @@ class PixelSchedule {
       }
     });
     for (int64_t g = 0; g < groups_; ++g) {
-      sample.moments[block * groups_ + g] = combine(of_channels + g * group_channels_, group_channels_);
+      sample.moments[block * groups_ + g] =
+          combine_channels(of_channels + g * group_channels_, group_channels_);
     }
   }
 
   // Of channels that all have as many pixels.
-  static Moments combine(const Moments* channels, int64_t count) {
+  static Moments combine_channels(const Moments* channels, int64_t count) {
     Moments all{};
     for (int64_t c = 0; c < count; ++c) all.mean += channels[c].mean;
     all.mean /= double(count);
@@ -203,8 +198,7 @@ class PixelSchedule {
   void set_norms(const Sample& sample) const {
     for (int64_t g = 0; g < groups_; ++g) {
       Moments all = sample.moments[g];
-      for (int64_t b = 1; b < blocks_; ++b)
-        all = FUSEDCONV_TARGET::combine(all, sample.moments[b * groups_ + g]);
+      for (int64_t b = 1; b < blocks_; ++b) all = combine(all, sample.moments[b * groups_ + g]);
       sample.statistics[g] = statistics_of(all, problem_.arguments.eps);
     }
     set_lanes(sample.lanes, sample.statistics);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../core/chain.h"
+#include "../core/checked.h"
 #include "source.h"
 
 namespace fusedconv {
@@ -47,12 +48,21 @@ template <class T>
 int64_t rows_of_tile(const Source<T>& source, int64_t unit_channels, int64_t units_per_sample,
                      int64_t row_multiple) {
   const int64_t row_bytes = unit_channels * source.pitch * int64_t(sizeof(T));
-  const int64_t least = ceil_div(kLeastPixels, source.pitch);
+  const int64_t least = larger(ceil_div(kLeastPixels, source.pitch), source.least_rows());
   int64_t rows = larger(least, smaller(kTileBytes / row_bytes, kTilePixels / source.pitch));
   if (units_per_sample < kSampleTiles) rows = smaller(rows, larger(source.rows / kSampleTiles, least));
   rows = larger(row_multiple, smaller(rows, source.rows) / row_multiple * row_multiple);
   const int64_t tiles = ceil_div(source.rows, rows);
   return round_up(ceil_div(source.rows, tiles), row_multiple);  // all of nearly the same size
+}
+
+// No more threads than have work enough, of so many operations, the product of all counts. What does not fit
+// into a number is enough for all.
+template <class... Counts>
+int threads_worth_waking(int64_t most, Counts... counts) {
+  int64_t operations = 1;
+  const bool fits = !(__builtin_mul_overflow(operations, int64_t(counts), &operations) || ...);
+  return int(fits ? smaller(most, 1 + operations / kThreadOperations) : most);
 }
 
 template <class Chain, class T>
@@ -66,9 +76,9 @@ Plan make_plan(const Source<T>& source, const Arguments& arguments, const Tensor
   plan.tiles_per_unit = ceil_div(source.rows, plan.tile_rows);
 
   // No thread, and no memory for one, without work: a tile at the least, and not too small a share.
-  const int64_t elements = source.samples * source.channels * source.rows * source.cols;
-  const int64_t tiles = source.samples * plan.units_per_sample * plan.tiles_per_unit;
-  plan.threads = int(smaller(smaller(threads, tiles), 1 + elements * source.cost() / kThreadOperations));
+  const int64_t tiles = (Checked(source.samples) * plan.units_per_sample * plan.tiles_per_unit).value();
+  plan.threads = threads_worth_waking(smaller(threads, tiles), source.samples, source.channels, source.rows,
+                                      source.cols, source.cost());
   return plan;
 }
 

@@ -7,34 +7,13 @@
 #include "conv_backward.h"
 #include "conv_source.h"
 #include "kernels.h"
+#include "layout.h"
 #include "pixel_schedule.h"
 #include "schedule.h"
 #include "tensor_source.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
-
-// Rows that follow each other without a gap.
-FUSEDCONV_INLINE bool has_joined_rows(const Tensor& tensor) {
-  return tensor.stride[2] == tensor.size[3] * tensor.stride[3];
-}
-
-FUSEDCONV_INLINE void join_rows(Tensor& tensor) {
-  tensor.size[3] *= tensor.size[2];
-  tensor.size[2] = 1;
-  tensor.stride[2] = tensor.size[3] * tensor.stride[3];
-}
-
-FUSEDCONV_INLINE bool is_channels_last(const Tensor& tensor) {
-  return tensor.stride[1] == 1 && tensor.stride[3] == tensor.size[1] && has_joined_rows(tensor);
-}
-
-// The channels of a pixel become pixels.
-FUSEDCONV_INLINE void take_channels_for_pixels(Tensor& tensor) {
-  tensor.size[3] *= tensor.size[1];
-  tensor.size[1] = 1;
-  tensor.stride[3] = 1;
-}
 
 // The same problem, of v that is given, in rows that are longer: a row costs something by itself, and leaves
 // lanes idle at its end. Where all channels are treated alike, those of a pixel are a run of pixels; small

@@ -39,10 +39,12 @@ class Schedule {
         problem_(problem),
         plan_(make_plan<Chain, T>(source, problem.arguments, problem.output, threads)),
         plane_(source.plane(plan_.tile_rows)),
-        tile_elements_(plan_.unit_channels * plane_ + kLanes<T>),  // the last row is read in whole vectors
+        // The last row is read in whole vectors.
+        tile_elements_((Checked(plan_.unit_channels) * plane_ + kLanes<T>).value()),
         row_elements_(row_buffer_elements<T>(source.cols)),
-        scratch_elements_(row_elements_ + round_up(source.prepare(plan_.tile_rows), kLanes<T>)),
-        unit_bytes_(plan_.tiles_per_unit * tile_elements_ * int64_t(sizeof(T))),
+        scratch_elements_(
+            (Checked(row_elements_) + round_up(Checked(source.prepare(plan_.tile_rows)), kLanes<T>)).value()),
+        unit_bytes_((Checked(plan_.tiles_per_unit) * tile_elements_ * int64_t(sizeof(T))).value()),
         keeps_(Chain::kNeedsStatistics && !source.is_cheap() && unit_bytes_ <= kKeepBytes),
         writes_runs_(is_run_of_rows<T>(problem.output)),
         streams_(writes_runs_ && streams_to<T>(problem.output)),
@@ -185,7 +187,7 @@ class Schedule {
   }
 
   void run_in_one_pass(int64_t units) const {
-    const Buffer<T> memory(plan_.threads * (scratch_elements_ + tile_elements_));
+    const Buffer<T> memory(Checked(scratch_elements_) + tile_elements_, plan_.threads);
     parallel_for(units * plan_.tiles_per_unit, plan_.threads, [&](int64_t i, int worker) {
       T* scratch = memory.data() + worker * (scratch_elements_ + tile_elements_);
       const Unit of_tile = unit(i / plan_.tiles_per_unit, nullptr, nullptr);
@@ -197,11 +199,11 @@ class Schedule {
   // Many units: each thread takes whole ones, and what is kept stays in its own cache.
   void run_unit_by_thread(int64_t units) const {
     const int64_t tiles = keeps_ ? plan_.tiles_per_unit : 1;
-    const int64_t elements = scratch_elements_ + tiles * tile_elements_;
+    const int64_t elements = (Checked(tiles) * tile_elements_ + scratch_elements_).value();
     const int64_t moments_count = plan_.tiles_per_unit * groups(plan_.unit_channels);
-    const Buffer<T> memory(plan_.threads * elements);
-    const Buffer<Moments> moments(plan_.threads * moments_count);
-    const Buffer<Channel<T>> parameters(plan_.threads * plan_.unit_channels);
+    const Buffer<T> memory(elements, plan_.threads);
+    const Buffer<Moments> moments(moments_count, plan_.threads);
+    const Buffer<Channel<T>> parameters(plan_.unit_channels, plan_.threads);
     parallel_for(units, plan_.threads, [&](int64_t i, int worker) {
       const Unit mine =
           unit(i, moments.data() + worker * moments_count, parameters.data() + worker * plan_.unit_channels);
@@ -215,10 +217,10 @@ class Schedule {
 
   // Few units: all threads share the tiles of one.
   void run_unit_by_all_threads(int64_t units) const {
-    const int64_t own_elements = scratch_elements_ + (keeps_ ? 0 : tile_elements_);
-    const Buffer<T> own(plan_.threads * own_elements);
-    const Buffer<T> kept(keeps_ ? plan_.tiles_per_unit * tile_elements_ : 0);
-    const Buffer<Moments> moments(plan_.tiles_per_unit * groups(plan_.unit_channels));
+    const int64_t own_elements = (Checked(scratch_elements_) + (keeps_ ? 0 : tile_elements_)).value();
+    const Buffer<T> own(own_elements, plan_.threads);
+    const Buffer<T> kept(keeps_ ? plan_.tiles_per_unit : 0, tile_elements_);
+    const Buffer<Moments> moments(plan_.tiles_per_unit, groups(plan_.unit_channels));
     const Buffer<Channel<T>> parameters(plan_.unit_channels);
     for (int64_t i = 0; i < units; ++i) {
       const Unit shared = unit(i, moments.data(), parameters.data());

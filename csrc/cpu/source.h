@@ -59,6 +59,8 @@ class Source {
   virtual void load(const Place& place, const Tile<T>& tile, const T* scratch) const = 0;
   // Whether loading v again costs little, so that it need not be kept between the statistics and the rest.
   virtual bool is_cheap() const = 0;
+  // Rows that a tile has at the least, where there are so many.
+  virtual int64_t least_rows() const = 0;
   // Channels that one pack should serve, or it would take longer than to compute them from it.
   virtual int64_t channels_for_pack() const = 0;
   // Operations for one value and the chain behind it, roughly.

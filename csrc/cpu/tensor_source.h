@@ -15,6 +15,7 @@ class TensorSource final : public Source<T> {
 
   int64_t prepare(int64_t) override { return 0; }
   bool is_cheap() const override { return true; }
+  int64_t least_rows() const override { return 1; }
   int64_t channels_for_pack() const override { return 1; }
   int64_t cost() const override { return 32; }
 

@@ -173,8 +173,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """On a CPU PyTorch says so only in words."""
-    is_cpus = "DefaultCPUAllocator" in str(error)
+    """On a CPU PyTorch and our kernels say so only in words."""
+    is_cpus = any(words in str(error) for words in ("DefaultCPUAllocator", "fusedconv: cannot allocate"))
     return is_cpus or isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
 
 

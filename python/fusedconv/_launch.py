@@ -61,57 +61,72 @@ _MOST_INPUT_CHANNELS = 64
 _MOST_CHANNEL_PAIRS = 8192
 _MOST_OF_FEWER_CHANNELS = 12
 _MOST_OF_MORE_CHANNELS = 64
-_FEW_VALUES = 2**14
+_FEW_VALUES = 2**14  # of a sample's input and output
 # Our conv computes a tile's output as one run of pixels, rows with all that the filter reaches beyond them, in whole
 # vectors, and packs the input of each tile with its padding (csrc/cpu/conv_source.h, plan.h). So many times the output
 # it may compute, and so many times input and output it may pack: beyond, work and memory would follow from padding and
 # dilation.
 _MOST_COMPUTED = 2
 _MOST_PACKED = 4
-_TILE_PIXELS = 2048
 _VECTOR = 16  # lanes of the widest, on all machines
 
 
-def _words_on_cpu(args: Sequence[Any]) -> str:
-    """Who runs the conv on the CPU, and why. oneDNN has no float64, and our own conv no groups and no half precision."""
+def _reason_for_pytorch(args: Sequence[Any]) -> str | None:
+    """Why PyTorch runs the conv on the CPU; None where our own does. oneDNN has no float64, and our own conv no groups
+    and no half precision. A sample's size decides, and not how many there are: its bits are the same in any batch."""
     input, weight = args[:2]
     if args[-1] != 1:
-        return "two-step, groups"
+        return "groups"
     if input.dtype not in (torch.float32, torch.float64):
-        return f"two-step, {_name(input.dtype)}"
-    products = math.prod(weight.shape[1:])
-    if input.dtype is torch.float32 and products > _MOST_PRODUCTS:
-        return f"two-step, {products} products for a value"
-    if input.dtype is torch.float32 and weight.shape[1] > _MOST_INPUT_CHANNELS:
-        return f"two-step, {weight.shape[1]} input channels"
-    if input.dtype is torch.float32 and _C.cpu_isa() != "avx512" and _is_wide(args):
-        return f"two-step, {weight.shape[1]} to {weight.shape[0]} channels"
+        return _name(input.dtype)
+    if input.dtype is torch.float32 and (reason := _reason_of_width(args)):
+        return reason
     pixels, computed, packed = _pixels_on_cpu(args)
     if computed > _MOST_COMPUTED * pixels:
-        return f"two-step, {computed} pixels to compute for {pixels}"
+        return f"{computed} pixels to compute for {pixels}"
     packed *= weight.shape[1]
     values = math.prod(input.shape[1:]) + weight.shape[0] * pixels
     if packed > _MOST_PACKED * values:
-        return f"two-step, {packed} values to pack for {values}"
-    return f"direct, {_C.cpu_isa()}, {products} products for a value"
+        return f"{packed} values to pack for {values}"
+    return None
 
 
-def _is_wide(args: Sequence[Any]) -> bool:
-    """Whether oneDNN's conv is faster by the time that it saves than our call is by what it spares."""
+def _reason_of_width(args: Sequence[Any]) -> str | None:
+    """Why oneDNN's conv is the faster one for so many channels."""
+    weight = args[1]
+    channels_out, channels_in = weight.shape[:2]
+    if _products(args) > _MOST_PRODUCTS:
+        return f"{_products(args)} products for a value"
+    if channels_in > _MOST_INPUT_CHANNELS:
+        return f"{channels_in} input channels"
+    if _C.cpu_isa() == "avx512":
+        return None
+    if channels_in * channels_out >= _MOST_CHANNEL_PAIRS:
+        return f"{channels_in} to {channels_out} channels"
+    if _lies_in_pixels(args[0]) and _is_wide_for_pixels(args):
+        return f"{channels_in} to {channels_out} channels in channels_last"
+    return None
+
+
+def _products(args: Sequence[Any]) -> int:
+    """For one value of the conv's output."""
+    return math.prod(args[1].shape[1:])
+
+
+def _lies_in_pixels(input: Tensor) -> bool:
+    return input.stride(1) == 1 and input.shape[1] > 1
+
+
+def _is_wide_for_pixels(args: Sequence[Any]) -> bool:
     input, weight = args[:2]
     fewer, more = sorted(weight.shape[:2])
-    if fewer * more >= _MOST_CHANNEL_PAIRS:
-        return True
-    if input.stride(1) != 1 or input.shape[1] == 1:  # planes
-        return False
     if (
         fewer <= _MOST_OF_FEWER_CHANNELS
         and more <= _MOST_OF_MORE_CHANNELS
         and math.prod(weight.shape[2:]) > 1
     ):
         return False
-    pixels = [math.prod(_outputs(args)), math.prod(input.shape[2:])]
-    return input.shape[0] * (weight.shape[0] * pixels[0] + weight.shape[1] * pixels[1]) > _FEW_VALUES
+    return math.prod(input.shape[1:]) + weight.shape[0] * math.prod(_outputs(args)) > _FEW_VALUES
 
 
 def _outputs(args: Sequence[Any]) -> list[int]:
@@ -121,7 +136,8 @@ def _outputs(args: Sequence[Any]) -> list[int]:
 
 
 def _pixels_on_cpu(args: Sequence[Any]) -> tuple[int, int, int]:
-    """Of a sample: pixels of the output; those that our conv computes for them; those that it packs of a channel."""
+    """Of a sample: pixels of the output; those that our conv computes for them; those that it packs of a channel, at the
+    most. A tile has as many rows as the filter reaches beyond it, if not more."""
     rows, columns = _outputs(args)
     stride, _, dilation = args[GEOMETRY][:3]
     (reach_rows, row_phases), (reach_columns, column_phases) = [
@@ -129,7 +145,7 @@ def _pixels_on_cpu(args: Sequence[Any]) -> tuple[int, int, int]:
         for kernel, step, gap in zip(args[1].shape[2:], stride, dilation, strict=True)
     ]
     pitch = columns + reach_columns
-    tile_rows = max(1, min(rows, _TILE_PIXELS // pitch))
+    tile_rows = max(1, min(rows, reach_rows))
     packed_rows = -(-rows // tile_rows) * (tile_rows + reach_rows) * row_phases
     computed = -(-rows * pitch // _VECTOR) * _VECTOR
     return rows * columns, computed, packed_rows * pitch * column_phases
@@ -144,23 +160,30 @@ _NARROW = 28
 _GRADIENTS_ON = ("avx2", "avx512")
 
 
-def words_of_gradients_on_cpu(args: Sequence[Any], columns: int) -> str:
-    """Who computes the conv's gradients on the CPU, and why. Ours are in float32 and of stride 1: there the input's
-    gradient is a conv of v's gradient, in the layout that it has. ``columns`` are v's."""
-    words = _words_on_cpu(args)
-    if not words.startswith("direct"):
-        return words
+def words_on_cpu(args: Sequence[Any], reason: str | None) -> str:
+    """Who runs the conv; ``reason`` is why PyTorch does."""
+    return (
+        f"two-step, {reason}" if reason else f"direct, {_C.cpu_isa()}, {_products(args)} products for a value"
+    )
+
+
+def reason_for_pytorchs_gradients(args: Sequence[Any], columns: int) -> str | None:
+    """Why PyTorch computes the conv's gradients on the CPU; None where we do. Ours are in float32 and of stride 1: there
+    the input's gradient is a conv of v's gradient, in the layout that it has. ``columns`` are v's."""
+    reason = _reason_for_pytorch(args)
+    if reason is not None:
+        return reason
     (input, weight), stride = args[:2], args[GEOMETRY][0]
     if input.dtype is not torch.float32:
-        return f"two-step, {_name(input.dtype)}"
+        return _name(input.dtype)
     if tuple(stride) != (1, 1):
-        return f"two-step, stride {list(stride)}"
+        return f"stride {list(stride)}"
     if _C.cpu_isa() not in _GRADIENTS_ON:
-        return f"two-step, {_C.cpu_isa()}"
+        return str(_C.cpu_isa())
     channels = min(weight.shape[:2])
     if channels > (_MOST_CHANNELS_OF_NARROW if columns < _NARROW else _MOST_CHANNELS):
-        return f"two-step, {channels} channels, {columns} columns"
-    return words
+        return f"{channels} channels, {columns} columns"
+    return None
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -269,8 +292,9 @@ class Launcher:
         return _by_setting({name: prepare(name) for name in ("default", "ieee", "tf32")})
 
     def plan_cpu(self, args: Sequence[Any], output: Tensor) -> ConvPlan:
-        words = _words_on_cpu(args)
-        if not words.startswith("direct"):
+        reason = _reason_for_pytorch(args)
+        words = words_on_cpu(args, reason)
+        if reason is not None:
             return ConvPlan(words, None)
         return ConvPlan(words, self._launch(args, output, self.numbers(args), self.conv(args, tf32=False)))
 

@@ -23,7 +23,8 @@ from ._launch import (
     form,
     on_cpu,
     on_cuda,
-    words_of_gradients_on_cpu,
+    reason_for_pytorchs_gradients,
+    words_on_cpu,
 )
 from .chains import IDENTITY, compute_dtype
 
@@ -144,10 +145,9 @@ class BackwardLauncher:
         self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted
     ) -> FindGradients | None:
         """The chain's part and the conv's, in float32; None where the conv's gradients are left to PyTorch."""
-        words = words_of_gradients_on_cpu(args, columns=v.shape[3])
-        if not words.startswith("direct"):
+        if reason_for_pytorchs_gradients(args, columns=v.shape[3]) is not None:
             return None
-        self._forward.tell(args, f"{words}, with the conv's gradients", backward=True)
+        self._forward.tell(args, f"{words_on_cpu(args, None)}, with the conv's gradients", backward=True)
         launch = self._whole_launch(v, grad, args, wanted, tf32=False)
         return self._whole(grad, args, wanted, on_cpu(launch))
 
