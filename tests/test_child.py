@@ -6,7 +6,8 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import pytest
 
@@ -41,6 +42,30 @@ def test_a_case_that_ends_the_child_or_fails(child: Child, how: str) -> None:
     child.run("behave")
     with pytest.raises(AssertionError, match=f"(?s){WORDS[how]}.*in {how!r}"):
         child.run(how)
+    child.run("behave")
+
+
+class Deadly:
+    """Whoever unpickles it dies."""
+
+    def __reduce__(self) -> tuple[Callable[[int], NoReturn], tuple[int]]:
+        return os._exit, (3,)
+
+
+def test_a_child_that_dies_at_its_start() -> None:
+    child = Child(Deadly())  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="died at its start: exit status 3"):
+            child.run("behave")
+
+
+def test_a_child_that_dies_between_cases(child: Child) -> None:
+    child.run("behave")
+    assert child.process is not None
+    child.process.kill()
+    child.process.join()
+    with pytest.raises(AssertionError, match=r"died before it got a case: SIGKILL(?s:.*)in 'behave'"):
+        child.run("behave")
     child.run("behave")
 
 

@@ -34,7 +34,7 @@ from chains_table import (
     randn,
 )
 from child import Child
-from extremes import ExtremeGeometry, FlushedDenormals, LargeMean, check
+from extremes import ConvCase, ExtremeGeometry, FlushedDenormals, LargeMean, check
 from helpers import (
     Failure,
     assert_close,
@@ -427,6 +427,48 @@ def test_any_geometry(child: Child, case: ExtremeGeometry) -> None:
 @settings(max_examples=6 * SHARE)
 @given(case=large_means())
 def test_any_mean_and_bias(child: Child, case: LargeMean) -> None:
+    child.run(case)
+
+
+# What these drew: ours was wrong (the first), or held against too few of eager's errors.
+FAILED_ONCE = [
+    LargeMean(
+        chain="group_norm_silu", dtype=torch.float64, size=(8, 14), kernel=(2, 6), batch=2, channels=(3, 1),
+        stride=(2, 2), padding=(0, 1), dilation=(2, 2), eps=1e-5, layout=torch.channels_last, seed=3,
+        mean=100.0, deviation=0.01, factor=-1.0, bias_factor=100.0, wants_gradients=True,
+    ),
+    LargeMean(
+        chain="group_norm_tanh_hardswish_logsumexp", dtype=torch.float32, size=(19, 16), kernel=(4, 1), channels=(2, 3),
+        stride=(1, 2), dilation=(2, 1), num_groups=3, eps=1e-5, layout=torch.channels_last, seed=15039,
+        mean=100.0, deviation=0.01, bias_factor=0.01, wants_gradients=True,
+    ),
+    LargeMean(
+        chain="group_norm_silu", dtype=torch.float32, size=(6, 9), kernel=(7, 3), batch=2, padding=(3, 2), eps=1e-5,
+        seed=156388, deviation=0.01, factor=3.0, bias_factor=100.0, wants_gradients=True,
+    ),
+    LargeMean(
+        chain="relu_hardswish", dtype=torch.float32, size=(10, 6), kernel=(4, 1), batch=3, channels=(2, 2),
+        padding=(1, 0), dilation=(2, 1), has_bias=False, seed=2, mean=1000.0, factor=-1.0, wants_gradients=True,
+    ),
+    LargeMean(
+        chain="group_norm_scale_max_pool_clamp", dtype=torch.bfloat16, size=(16, 9), kernel=(2, 2), batch=2,
+        channels=(1, 8), padding=(1, 0), num_groups=4, pool=(1, 2), eps=1e-5, seed=1254, deviation=0.01, factor=3.0,
+        bias_factor=0.01, wants_gradients=True,
+    ),
+    LargeMean(
+        chain="bias_scale_sigmoid_group_norm", dtype=torch.float64, size=(9, 9), kernel=(2, 4), batch=2,
+        channels=(2, 3), stride=(2, 2), padding=(0, 3), num_groups=3, eps=1e-5, has_bias=False, seed=0, mean=100.0,
+        deviation=0.01, factor=3.0, bias_factor=0.01,
+    ),
+    ExtremeGeometry(
+        chain="group_norm_silu", dtype=torch.bfloat16, size=(2, 2), kernel=(5, 5), channels=(1, 3), stride=(4, 4),
+        padding=(49, 49), num_groups=3, seed=29221, wants_gradients=True,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAILED_ONCE, ids=lambda case: f"{case.chain}-{case.seed}")
+def test_what_failed_once(child: Child, case: ConvCase) -> None:
     child.run(case)
 
 

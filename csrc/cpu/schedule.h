@@ -19,8 +19,8 @@ inline namespace FUSEDCONV_TARGET {
 
 constexpr int64_t kKeepBytes = 16 * 1024 * 1024;     // a unit larger than this is computed twice, not kept
 constexpr int64_t kAllKeepBytes = 64 * 1024 * 1024;  // of all units that are kept at a time, one a thread
-constexpr int64_t kMostPartBlocks = 16;
-constexpr int64_t kStreamBytes = 16 * 1024 * 1024;  // an output that no cache would hold until it is read
+constexpr int64_t kMostPartBlocks = 16;              // of channels: their parameters stay in L1 with a part
+constexpr int64_t kStreamBytes = 16 * 1024 * 1024;   // an output that no cache would hold until it is read
 
 // Whether the output is written past the caches. Not into fresh pages: the system clears them first, through
 // the cache, and a streamed store to a line in the cache costs more than any other.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -39,12 +40,12 @@ def convolution(
     """``torch.conv2d``; ``"ieee"`` and ``"tf32"`` decide about precision instead of PyTorch's flags."""
     precision = precision or get_float32_precision()
     geometry = stride, padding, dilation, groups
-    how, dtype = _how(input, weight, geometry, precision, _FORWARD)
+    how, dtype = _how(input, weight, geometry, precision, _Sought.OUTPUT)
     input, weight, given = input.to(dtype), weight.to(dtype), input.dtype
     bias = None if bias is None else bias.to(dtype)
-    if how == _BY_TAPS:
+    if how == _Way.TAPS:
         return _by_taps(input, weight, bias, geometry).to(given)
-    if how == _PADDED_FIRST:
+    if how == _Way.PADDED_FIRST:
         input, padding = _padded(input, padding), (0, 0)
         geometry = stride, padding, dilation, groups
     if precision == "default":
@@ -72,7 +73,7 @@ def prepared_convolution(example: Sequence[Any], precision: str | None) -> Calla
         return torch.conv2d(*args[TENSORS], *geometry)
 
     input, weight = example[:2]
-    as_it_is = _how(input, weight, geometry, "default", _FORWARD) == (_BY_PYTORCH, input.dtype)
+    as_it_is = _how(input, weight, geometry, "default", _Sought.OUTPUT) == (_Way.PYTORCH, input.dtype)
     return run_as_it_is if as_it_is else run
 
 
@@ -97,14 +98,14 @@ def convolution_backward(
     precision = precision or get_float32_precision()
     geometry = stride, padding, dilation, groups
 
-    def gradients(by: tuple[int, torch.dtype], mask: Sequence[bool]) -> list[Tensor | None]:
+    def gradients(by: tuple[_Way, torch.dtype], mask: Sequence[bool]) -> list[Tensor | None]:
         how, dtype = by
         g, x, w = grad.to(dtype), input.to(dtype), weight.to(dtype)
         found: Sequence[Tensor | None]
-        if how == _BY_TAPS:
+        if how == _Way.TAPS:
             found = _gradients_by_taps(g, x, w, geometry, mask)
         else:
-            pads = how == _PADDED_FIRST
+            pads = how == _Way.PADDED_FIRST
             found = _aten.convolution_backward.default(
                 g, _padded(x, padding) if pads else x, w, [weight.shape[0]], stride, (0, 0) if pads else padding,
                 dilation, False, [0, 0], groups, mask,
@@ -113,7 +114,9 @@ def convolution_backward(
                 found = [_unpadded(found[0], x, padding), *found[1:]]
         return [None if gradient is None else gradient.to(grad.dtype) for gradient in found]
 
-    of_input, of_weight = (_how(input, weight, geometry, precision, what) for what in (_OF_INPUT, _OF_WEIGHT))
+    of_input, of_weight = (
+        _how(input, weight, geometry, precision, sought) for sought in (_Sought.OF_INPUT, _Sought.OF_WEIGHT)
+    )
     if not any(mask[1:]):
         return gradients(of_input, mask)
     if not mask[0] or of_input == of_weight:  # oneDNN finds the bias's with the weight's
@@ -124,8 +127,20 @@ def convolution_backward(
 # ---- who computes it, and in which dtype ----
 
 _Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], int]
-_FORWARD, _OF_INPUT, _OF_WEIGHT = range(3)
-_BY_PYTORCH, _PADDED_FIRST, _BY_TAPS = range(3)
+
+
+class _Sought(Enum):
+    OUTPUT = auto()
+    OF_INPUT = auto()  # gradients
+    OF_WEIGHT = auto()
+
+
+class _Way(Enum):
+    PYTORCH = auto()
+    PADDED_FIRST = auto()
+    TAPS = auto()
+
+
 # Times input and output of a sample; beyond, only taps are bounded in memory. Of few values it may be more.
 _MOST_PADDED = 4
 _FEW_PADDED = 2**12
@@ -135,8 +150,8 @@ _FPMATH = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE") or os.environ.get("DNNL_D
 
 
 def _how(
-    input: Tensor, weight: Tensor, geometry: _Geometry, precision: str, what: int
-) -> tuple[int, torch.dtype]:
+    input: Tensor, weight: Tensor, geometry: _Geometry, precision: str, sought: _Sought
+) -> tuple[_Way, torch.dtype]:
     """By whom, and in which dtype.
 
     On the CPU a weight's gradient in half precision is found in float32: oneDNN's reads beyond its tensors for some
@@ -145,22 +160,22 @@ def _how(
     dtype = input.dtype
     if not input.is_cpu:
         exact = precision == "ieee" and dtype is torch.float32 and input.is_cuda
-        rounds = exact and _rounds_on_cuda(input, weight, geometry, what)
-        return _BY_PYTORCH, torch.float64 if rounds else dtype
-    *steps, _ = geometry
-    if dtype.itemsize == 2 and (what == _OF_WEIGHT or fails_in_half(input, weight, *steps)):
+        rounds = exact and _rounds_on_cuda(input, weight, geometry, sought)
+        return _Way.PYTORCH, torch.float64 if rounds else dtype
+    *steps, groups = geometry
+    of_weight = sought is _Sought.OF_WEIGHT
+    if dtype.itemsize == 2 and (of_weight or fails_in_half(input, weight, *steps)):
         dtype = torch.float32
+    fails = _fails(input, weight, *steps)
     exact = precision == "ieee" or input.dtype is not dtype
     if exact and dtype is torch.float32 and _rounds_on_cpu(input, weight, geometry):
-        # PyTorch's conv of float64 takes long for each group
-        return _BY_PYTORCH if geometry[3] == 1 and not _fails(
-            input, weight, *steps
-        ) else _BY_TAPS, torch.float64
-    if what == _OF_WEIGHT and _is_narrow(input, weight, *steps):
-        return _BY_TAPS, dtype
-    if not _fails(input, weight, *steps):
-        return _BY_PYTORCH, dtype
-    return _PADDED_FIRST if _may_be_padded(input, weight, *steps) else _BY_TAPS, dtype
+        takes_long = groups > 1  # PyTorch's conv of float64 does for each group
+        return _Way.TAPS if fails or takes_long else _Way.PYTORCH, torch.float64
+    if of_weight and _is_narrow(input, weight, *steps):
+        return _Way.TAPS, dtype
+    if not fails:
+        return _Way.PYTORCH, dtype
+    return _Way.PADDED_FIRST if _may_be_padded(input, weight, *steps) else _Way.TAPS, dtype
 
 
 def fails_in_half(
@@ -217,15 +232,15 @@ def _unpadded(padded: Tensor, input: Tensor, padding: Sequence[int]) -> Tensor:
     return padded[..., padding[0] : padding[0] + height, padding[1] : padding[1] + width]
 
 
+_BLOCK = 16  # channels; 8 with AVX2
+
+
 def _is_narrow(
     input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> bool:
     """Whether oneDNN's gradient of a 1x1 weight writes beyond its memory: with strides, it packs the pixels of less
     channels than a block as if there were a block of them (oneDNN 3.12, its issue 6035)."""
     return input.shape[1] < _BLOCK and tuple(weight.shape[2:]) == (1, 1) and max(stride) > 1
-
-
-_BLOCK = 16  # channels; 8 with AVX2
 
 
 def output_size(size: int, kernel: int, step: int, before: int, gap: int) -> int:
@@ -242,14 +257,18 @@ def _rounds_on_cpu(input: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
         return conv
     *steps, groups = geometry
     backend = torch._C._select_conv_backend(
-        input.float(), weight.float(), None, *steps, False, [0, 0], groups
+        _like_in_float32(input), _like_in_float32(weight), None, *steps, False, [0, 0], groups
     )
     return conv if backend.name.startswith("Mkldnn") else matmul
 
 
-def _rounds_on_cuda(input: Tensor, weight: Tensor, geometry: _Geometry, what: int) -> bool:
+def _like_in_float32(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, dtype=torch.float32)
+
+
+def _rounds_on_cuda(input: Tensor, weight: Tensor, geometry: _Geometry, sought: _Sought) -> bool:
     """Whether products of float32 are rounded in spite of ``allow_tf32=False``, which only cuDNN's forward is told."""
-    conv, matmul = _may_round("cuda", "conv") and what != _FORWARD, _may_round("cuda", "matmul")
+    conv, matmul = _may_round("cuda", "conv") and sought is not _Sought.OUTPUT, _may_round("cuda", "matmul")
     if conv == matmul:
         return conv
     *steps, groups = geometry
@@ -259,9 +278,9 @@ def _rounds_on_cuda(input: Tensor, weight: Tensor, geometry: _Geometry, what: in
 
 def _may_round(backend: str, op: str) -> bool:
     """What PyTorch's flags say. Those of old raise where one of torch 2.9's was set."""
-    precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if precision is not None:
-        return precision(backend, op) in ("tf32", "bf16")
+    if hasattr(torch.backends, "fp32_precision"):
+        flags: Any = getattr(torch.backends, "cudnn" if (backend, op) == ("cuda", "conv") else backend)
+        return getattr(flags, op).fp32_precision in ("tf32", "bf16")
     if op == "matmul":
         return torch.get_float32_matmul_precision() != "highest"
     return backend == "cuda" and torch.backends.cudnn.allow_tf32

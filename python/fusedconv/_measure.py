@@ -123,6 +123,9 @@ def copy_rate(device: torch.device, threads: int) -> float:
     return 2 * source.nbytes / _fastest_seconds(lambda: target.copy_(source), device)
 
 
+_MOST_SECONDS = 2  # of one product
+
+
 @cache
 def product_rate(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """Operations a second, two a product, in a large ``torch.mm``; ``threads`` as in ``copy_rate``.
@@ -137,9 +140,6 @@ def product_rate(device: torch.device, dtype: torch.dtype, threads: int) -> floa
     if 2 * n**3 < _MOST_SECONDS * rate:
         rate = max(rate, _rate_of_mm(n, device, dtype))
     return max(rate, product_rate(device, torch.float32, threads)) if dtype.itemsize == 2 else rate
-
-
-_MOST_SECONDS = 2  # of one product
 
 
 def _rate_of_mm(n: int, device: torch.device, dtype: torch.dtype) -> float:
