@@ -52,10 +52,10 @@ def norm_by_deviations(
     v: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """`F.group_norm`, rounded elsewhere."""
-    groups = v.unflatten(1, (num_groups, -1))
+    groups = v.reshape(len(v), num_groups, -1, *v.shape[2:])
     deviations = groups - groups.mean((2, 3, 4), keepdim=True)
     variance = deviations.square().mean((2, 3, 4), keepdim=True)
-    y = (deviations / (variance + eps).sqrt()).flatten(1, 2)
+    y: Tensor = (deviations / (variance + eps).sqrt()).flatten(1, 2)
     y = y if weight is None else y * weight[:, None, None]
     return y if bias is None else y + bias[:, None, None]
 

@@ -540,6 +540,23 @@ def test_row_30_a_class_that_was_patched_before_the_import() -> None:
     assert "right" in new_process(PATCHED_BEFORE)
 
 
+def test_an_import_after_a_patch_tells_of_it() -> None:
+    code = """
+from torch import nn
+
+own = nn.Conv2d.forward
+nn.Conv2d.forward = lambda self, x: own(self, x)
+import logging
+heard = []
+logging.lastResort.emit = lambda record: heard.append(record.getMessage())
+import fusedconv
+print(*heard, sep="\\n")
+"""
+    assert new_process(code).splitlines() == [
+        "nn.Conv2d is called, not fused: Conv2d.forward of this torch is not the function known"
+    ]
+
+
 def norm_hook(m: Any) -> None:
     m.group_norm.register_forward_hook(lambda module, inputs, output: output / 2)
 

@@ -62,19 +62,21 @@ def convolution(
 def prepared_convolution(example: Sequence[Any], precision: str | None) -> Callable[[Sequence[Any]], Tensor]:
     """`convolution` for an operator's arguments of the forms that the ``example`` has, on the CPU. What follows from the
     forms, and from no flag, is worked out once."""
-    geometry = example[GEOMETRY]
+    stride, padding, dilation, groups = example[GEOMETRY]
 
     def run(args: Sequence[Any]) -> Tensor:
-        return convolution(*args[TENSORS], *geometry, precision=precision)
+        input, weight, bias = args[TENSORS]
+        return convolution(input, weight, bias, stride, padding, dilation, groups, precision=precision)
 
     def run_as_it_is(args: Sequence[Any]) -> Tensor:
         if (precision or get_float32_precision()) != "default":  # then flags count
             return run(args)
-        return torch.conv2d(*args[TENSORS], *geometry)
+        input, weight, bias = args[TENSORS]
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
     input, weight = example[:2]
-    as_it_is = _how(input, weight, geometry, "default", _Sought.OUTPUT) == (_Way.PYTORCH, input.dtype)
-    return run_as_it_is if as_it_is else run
+    how = _how(input, weight, (stride, padding, dilation, groups), "default", _Sought.OUTPUT)
+    return run_as_it_is if how == (_Way.PYTORCH, input.dtype) else run
 
 
 def convolution_backward(

@@ -126,7 +126,8 @@ def _is_wide_for_pixels(args: Sequence[Any]) -> bool:
         and math.prod(weight.shape[2:]) > 1
     ):
         return False
-    return math.prod(input.shape[1:]) + weight.shape[0] * math.prod(_outputs(args)) > _FEW_VALUES
+    values = math.prod(input.shape[1:]) + weight.shape[0] * math.prod(_outputs(args))
+    return bool(values > _FEW_VALUES)
 
 
 def _outputs(args: Sequence[Any]) -> list[int]:

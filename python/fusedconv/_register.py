@@ -29,7 +29,7 @@ from ._dispatch import (
     unmapped,
     without_autocast,
 )
-from ._launch import Launcher, Run
+from ._launch import ConvRun, Launcher, Run
 from ._register_backward import Backward
 from .chains import (
     CHAINS,
@@ -183,7 +183,7 @@ class Operator:
         args = self.complete(given)
         output = self.example(args, **options)
         precision = options.get("precision")
-        by_pytorch = partial(self.source, precision=precision)
+        by_pytorch: ConvRun = partial(self.source, precision=precision)
         if self.has_conv and args[0].is_cpu:
             by_pytorch = prepared_convolution(args, precision)
         run: Run = make_run(args, output, lambda args: by_pytorch(self.complete(args)), precision)

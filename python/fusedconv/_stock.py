@@ -6,6 +6,7 @@ patched, before this import or after it. Every call of a module asks.
 
 from __future__ import annotations
 
+import logging
 from types import BuiltinFunctionType, WrapperDescriptorType
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import Conv2d
 from torch.nn.modules.normalization import GroupNorm
 from torch.nn.parameter import Parameter
+
+_log = logging.getLogger("fusedconv")
 
 Code = tuple[Any, ...]
 
@@ -67,13 +70,21 @@ def _all_pytorchs(code: Code, names: tuple[str, ...]) -> bool:
     return all(map(_is_pytorchs, code, names))
 
 
-# None, which no code equals, where something was patched before this import.
-_KNOWN_CONV_CODE = _conv_code() if _all_pytorchs(_conv_code(), _CONV_NAMES) else None
-_KNOWN_NORM_CODE = _norm_code() if _all_pytorchs(_norm_code(), _NORM_NAMES) else None
+def _known(what: str, code: Code, names: tuple[str, ...]) -> Code | None:
+    """None, which no code equals, where something was patched before this import."""
+    foreign = [name for function, name in zip(code, names, strict=True) if not _is_pytorchs(function, name)]
+    if foreign:
+        _log.warning("%s is called, not fused: %s of this torch is not the function known", what, foreign[0])
+    return None if foreign else code
+
+
+_KNOWN_CONV_CODE = _known("nn.Conv2d", _conv_code(), _CONV_NAMES)
+_KNOWN_NORM_CODE = _known("nn.GroupNorm", _norm_code(), _NORM_NAMES)
 
 
 def _is_unpatched(code: Code, known: Code | None, names: tuple[str, ...]) -> bool:
-    # What differs is fx's, or older than this import and undone since: Dynamo meets neither.
+    # What differs is fx's, or older than this import and undone since. Dynamo does not meet the first, and fuses nothing
+    # after the second.
     return code == known or (not torch.compiler.is_dynamo_compiling() and _all_pytorchs(code, names))
 
 
