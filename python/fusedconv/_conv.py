@@ -1,9 +1,10 @@
 """The conv where PyTorch runs it, at the precision asked for. PyTorch's global flags stay untouched.
 
 Some of oneDNN's kernels crash, write beyond their memory or are wrong for some geometries, and which ones depends on the
-machine. So PyTorch's conv gets on the CPU only what is right everywhere, as far as one knows. Else the padding becomes
-part of the input first or, where that would be much larger, the conv is computed tap by tap: for each tap of the kernel
-one matrix product, of the pixels that it meets.
+machine. So PyTorch's conv gets on the CPU only what is right everywhere, as far as one knows. Else windows and taps that
+meet nothing are cut off, and the padding that is left becomes part of the input. Where that would be much larger, the
+conv is computed piece by piece: for each tap of the kernel one matrix product, of the pixels that it meets, or for each
+window one, where there are fewer windows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -43,20 +45,29 @@ def convolution(
     how, dtype = _how(input, weight, geometry, precision, _Sought.OUTPUT)
     input, weight, given = input.to(dtype), weight.to(dtype), input.dtype
     bias = None if bias is None else bias.to(dtype)
-    if how == _Way.TAPS:
-        return _by_taps(input, weight, bias, geometry).to(given)
-    if how == _Way.PADDED_FIRST:
-        input, padding = _padded(input, padding), (0, 0)
-        geometry = stride, padding, dilation, groups
+    if how is _Way.PYTORCH:
+        return _by_pytorch(input, weight, bias, geometry, precision).to(given)
+    if how is _Way.PIECES:
+        output = _by_pieces(input, weight, geometry)
+    else:
+        cut = _Cut.of(input, weight, geometry)
+        output = cut.widened(_by_pytorch(cut.input(input), cut.weight(weight), None, cut.geometry, precision))
+    return (output if bias is None else output + bias.view(-1, 1, 1)).to(given)
+
+
+def _by_pytorch(
+    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry, precision: str
+) -> Tensor:
     if precision == "default":
-        return torch.conv2d(input, weight, bias, *geometry).to(given)
+        return torch.conv2d(input, weight, bias, *geometry)
     cudnn = torch.backends.cudnn
     deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    *steps, groups = geometry
     output: Tensor = _aten._convolution.default(
-        input, weight, bias, stride, padding, dilation, False, [0, 0], groups,
+        input, weight, bias, *steps, False, [0, 0], groups,
         cudnn.benchmark, deterministic, cudnn.enabled, precision == "tf32",
     )  # fmt: skip
-    return output.to(given)
+    return output
 
 
 def prepared_convolution(example: Sequence[Any], precision: str | None) -> Callable[[Sequence[Any]], Tensor]:
@@ -104,16 +115,20 @@ def convolution_backward(
         how, dtype = by
         g, x, w = grad.to(dtype), input.to(dtype), weight.to(dtype)
         found: Sequence[Tensor | None]
-        if how == _Way.TAPS:
-            found = _gradients_by_taps(g, x, w, geometry, mask)
+        if how is _Way.PYTORCH:
+            found = _gradients_by_pytorch(g, x, w, geometry, mask)
+        elif how is _Way.PIECES:
+            found = [*_gradients_by_pieces(g, x, w, geometry, mask), _of_bias(g, mask)]
         else:
-            pads = how == _Way.PADDED_FIRST
-            found = _aten.convolution_backward.default(
-                g, _padded(x, padding) if pads else x, w, [weight.shape[0]], stride, (0, 0) if pads else padding,
-                dilation, False, [0, 0], groups, mask,
-            )  # fmt: skip
-            if pads and found[0] is not None:
-                found = [_unpadded(found[0], x, padding), *found[1:]]
+            cut = _Cut.of(x, w, geometry)
+            of_input, of_weight, _ = _gradients_by_pytorch(
+                cut.grad(g), cut.input(x), cut.weight(w), cut.geometry, [*mask[:2], False]
+            )
+            found = [
+                None if of_input is None else cut.of_input(of_input),
+                None if of_weight is None else cut.of_weight(of_weight),
+                _of_bias(g, mask),
+            ]
         return [None if gradient is None else gradient.to(grad.dtype) for gradient in found]
 
     of_input, of_weight = (
@@ -124,6 +139,20 @@ def convolution_backward(
     if not mask[0] or of_input == of_weight:  # oneDNN finds the bias's with the weight's
         return gradients(of_weight, mask)
     return [*gradients(of_input, [True, False, False])[:1], *gradients(of_weight, [False, *mask[1:]])[1:]]
+
+
+def _gradients_by_pytorch(
+    grad: Tensor, input: Tensor, weight: Tensor, geometry: _Geometry, mask: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    *steps, groups = geometry
+    found: Sequence[Tensor | None] = _aten.convolution_backward.default(
+        grad, input, weight, [weight.shape[0]], *steps, False, [0, 0], groups, mask
+    )
+    return found
+
+
+def _of_bias(grad: Tensor, mask: Sequence[bool]) -> Tensor | None:
+    return grad.sum((0, 2, 3)) if mask[2] else None
 
 
 # ---- who computes it, and in which dtype ----
@@ -139,13 +168,13 @@ class _Sought(Enum):
 
 class _Way(Enum):
     PYTORCH = auto()
-    PADDED_FIRST = auto()
-    TAPS = auto()
+    CUT = auto()
+    PIECES = auto()
 
 
-# Times input and output of a sample; beyond, only taps are bounded in memory. Of few values it may be more.
+# Times input and output of a sample; beyond, only pieces are bounded in memory. Of few values it may be more.
 _MOST_PADDED = 4
-_FEW_PADDED = 2**12
+_FEW_PADDED = 2**16
 
 # oneDNN's own switch, read by it once. PyTorch's are behind its flags.
 _FPMATH = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE") or os.environ.get("DNNL_DEFAULT_FPMATH_MODE") or ""
@@ -172,12 +201,13 @@ def _how(
     exact = precision == "ieee" or input.dtype is not dtype
     if exact and dtype is torch.float32 and _rounds_on_cpu(input, weight, geometry):
         takes_long = groups > 1  # PyTorch's conv of float64 does for each group
-        return _Way.TAPS if fails or takes_long else _Way.PYTORCH, torch.float64
+        return _Way.PIECES if fails or takes_long else _Way.PYTORCH, torch.float64
     if of_weight and _is_narrow(input, weight, *steps):
-        return _Way.TAPS, dtype
+        return _Way.PIECES, dtype
     if not fails:
         return _Way.PYTORCH, dtype
-    return _Way.PADDED_FIRST if _may_be_padded(input, weight, *steps) else _Way.TAPS, dtype
+    cut = _Cut.of(input, weight, geometry)
+    return _Way.CUT if cut.has_windows and cut.is_small(input, weight) else _Way.PIECES, dtype
 
 
 def fails_in_half(
@@ -210,28 +240,96 @@ def _fails(
     return False
 
 
-def _may_be_padded(
-    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> bool:
-    """Whether a conv that fails does not where its padding is part of the input, which may be so much larger."""
-    channels, *sides = input.shape[1:]
-    padded = [size + 2 * before for size, before in zip(sides, padding, strict=True)]
-    if any(gap > size or step > size for size, gap, step in zip(padded, dilation, stride, strict=True)):
-        return False
-    windows = [
-        output_size(*side) for side in zip(sides, weight.shape[2:], stride, padding, dilation, strict=True)
-    ]
-    values = channels * math.prod(sides) + weight.shape[0] * math.prod(windows)
-    return channels * math.prod(padded) <= max(_MOST_PADDED * values, _FEW_PADDED)
+@dataclass(frozen=True)
+class _CutSide:
+    """Of one side, from the first to the last window that may meet the map, and of these from the first to the last tap
+    that does. They meet the map from ``begin`` on, which is negative where it starts with padding, up to ``end``."""
+
+    first: int
+    last: int
+    windows: int  # that there were
+    first_tap: int
+    last_tap: int
+    taps: int
+    begin: int
+    end: int
+    size: int  # the map's
+    stride: int
+    dilation: int
+
+    @staticmethod
+    def of(size: int, kernel: int, step: int, before: int, gap: int) -> _CutSide:
+        windows = output_size(size, kernel, step, before, gap)
+        first = max(0, -((gap * (kernel - 1) - before) // step))
+        last = min(windows - 1, (size - 1 + before) // step)
+        first_tap = max(0, -((last * step - before) // gap))
+        last_tap = min(kernel - 1, (size - 1 + before - first * step) // gap)
+        begin = first * step - before + first_tap * gap
+        end = last * step - before + last_tap * gap + 1
+        return _CutSide(
+            first, last, windows, first_tap, last_tap, kernel, begin, end, size,
+            step if last > first else 1, gap if last_tap > first_tap else 1,
+        )  # fmt: skip
+
+    @property
+    def has_windows(self) -> bool:
+        return self.first <= self.last and self.first_tap <= self.last_tap
 
 
-def _padded(input: Tensor, padding: Sequence[int]) -> Tensor:
-    return F.pad(input, (padding[1], padding[1], padding[0], padding[0]))
+@dataclass(frozen=True)
+class _Cut:
+    """A conv without what meets nothing, and without padding: it lies in the input. All that is cut off is zero."""
 
+    rows: _CutSide
+    columns: _CutSide
+    groups: int
 
-def _unpadded(padded: Tensor, input: Tensor, padding: Sequence[int]) -> Tensor:
-    height, width = input.shape[2:]
-    return padded[..., padding[0] : padding[0] + height, padding[1] : padding[1] + width]
+    @staticmethod
+    def of(input: Tensor, weight: Tensor, geometry: _Geometry) -> _Cut:
+        *steps, groups = geometry
+        rows, columns = map(_CutSide.of, input.shape[2:], weight.shape[2:], *steps)
+        return _Cut(rows, columns, groups)
+
+    @property
+    def has_windows(self) -> bool:
+        return self.rows.has_windows and self.columns.has_windows
+
+    def is_small(self, input: Tensor, weight: Tensor) -> bool:
+        channels, *sides = input.shape[1:]
+        pixels = math.prod(side.end - side.begin for side in (self.rows, self.columns))
+        values = channels * math.prod(sides) + weight.shape[0] * self.rows.windows * self.columns.windows
+        return channels * pixels <= max(_MOST_PADDED * values, _FEW_PADDED)
+
+    @property
+    def geometry(self) -> _Geometry:
+        rows, columns = self.rows, self.columns
+        return (rows.stride, columns.stride), (0, 0), (rows.dilation, columns.dilation), self.groups
+
+    def input(self, input: Tensor) -> Tensor:
+        rows, columns = self.rows, self.columns
+        return F.pad(input, (-columns.begin, columns.end - columns.size, -rows.begin, rows.end - rows.size))
+
+    def of_input(self, gradient: Tensor) -> Tensor:
+        rows, columns = self.rows, self.columns
+        return F.pad(gradient, (columns.begin, columns.size - columns.end, rows.begin, rows.size - rows.end))
+
+    def weight(self, weight: Tensor) -> Tensor:
+        rows, columns = self.rows, self.columns
+        return weight[..., rows.first_tap : rows.last_tap + 1, columns.first_tap : columns.last_tap + 1]
+
+    def of_weight(self, gradient: Tensor) -> Tensor:
+        rows, columns = self.rows, self.columns
+        right, below = columns.taps - 1 - columns.last_tap, rows.taps - 1 - rows.last_tap
+        return F.pad(gradient, (columns.first_tap, right, rows.first_tap, below))
+
+    def grad(self, grad: Tensor) -> Tensor:
+        rows, columns = self.rows, self.columns
+        return grad[..., rows.first : rows.last + 1, columns.first : columns.last + 1]
+
+    def widened(self, output: Tensor) -> Tensor:
+        rows, columns = self.rows, self.columns
+        right, below = columns.windows - 1 - columns.last, rows.windows - 1 - rows.last
+        return F.pad(output, (columns.first, right, rows.first, below))
 
 
 _BLOCK = 16  # channels; 8 with AVX2
@@ -288,40 +386,41 @@ def _may_round(backend: str, op: str) -> bool:
     return backend == "cuda" and torch.backends.cudnn.allow_tf32
 
 
-# ---- tap by tap ----
+# ---- piece by piece ----
 
 
-def _by_taps(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
+def _by_pieces(input: Tensor, weight: Tensor, geometry: _Geometry) -> Tensor:
     *steps, groups = geometry
     x, w = _grouped(input, 1, groups), _grouped(weight, 0, groups)
-    sides = zip(input.shape[2:], weight.shape[2:], *steps, strict=True)
-    height, width = [output_size(*side) for side in sides]
+    height, width = map(output_size, input.shape[2:], weight.shape[2:], *steps)
+    pieces = _Pieces.of(input, weight, *steps)
     y = x.new_zeros(x.shape[0], *w.shape[:2], height, width)
-    for tap, of_input, (_, rows, columns) in _taps(input, weight, *steps):
-        products = torch.einsum("goi,ngihw->ngohw", w[tap], x[of_input])
+    for piece in pieces.all:
+        products = torch.einsum(pieces.formula("wx->y"), w[piece.of_kernel], x[piece.of_input])
         # not in place: torch.func.vmap may map the weight alone
-        y = y + F.pad(products, (columns.start, width - columns.stop, rows.start, height - rows.stop))
-    y = y.flatten(1, 2)
-    return y if bias is None else y + bias.view(-1, 1, 1)
+        y = y + pieces.widened(products, piece, height, width)
+    return y.flatten(1, 2)
 
 
-def _gradients_by_taps(
+def _gradients_by_pieces(
     grad: Tensor, input: Tensor, weight: Tensor, geometry: _Geometry, mask: Sequence[bool]
 ) -> list[Tensor | None]:
+    """Of the input and the weight."""
     *steps, groups = geometry
     x, w = _grouped(input, 1, groups), _grouped(weight, 0, groups)
     g = _grouped(grad, 1, groups)
     of_x = x.new_zeros(x.shape) if mask[0] else None
     of_w = w.new_zeros(w.shape) if mask[1] else None
-    for tap, of_input, of_output in _taps(input, weight, *steps):
+    pieces = _Pieces.of(input, weight, *steps)
+    for piece in pieces.all:
+        of_y = g[piece.of_output]
         if of_x is not None:
-            of_x[of_input] += torch.einsum("goi,ngohw->ngihw", w[tap], g[of_output])
+            of_x[piece.of_input] += torch.einsum(pieces.formula("wy->x"), w[piece.of_kernel], of_y)
         if of_w is not None:
-            of_w[tap] = torch.einsum("ngohw,ngihw->goi", g[of_output], x[of_input])
+            of_w[piece.of_kernel] += torch.einsum(pieces.formula("xy->w"), x[piece.of_input], of_y)
     return [
         None if of_x is None else of_x.flatten(1, 2),
         None if of_w is None else of_w.flatten(0, 1),
-        grad.sum((0, 2, 3)) if mask[2] else None,
     ]
 
 
@@ -334,27 +433,89 @@ def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
 _Index = tuple[Any, ...]
 
 
-def _taps(
-    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> Iterator[tuple[_Index, _Index, _Index]]:
-    """Those that meet the map: where they stand in the kernel, what they meet, and the pixels of the output for which."""
-    rows, columns = (
-        _taps_of_side(*side)
-        for side in zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    )
-    for i, h, to_h in rows:
-        for j, w, to_w in columns:
-            yield (..., i, j), (..., h, w), (..., to_h, to_w)
+@dataclass(frozen=True)
+class _PieceOfSide:
+    """One tap and the windows in which it meets the map, or one window and the taps of it that do."""
+
+    of_kernel: int | slice
+    of_input: slice
+    of_output: int | slice
 
 
-def _taps_of_side(size: int, kernel: int, step: int, before: int, gap: int) -> list[tuple[int, slice, slice]]:
-    taps = []
+@dataclass(frozen=True)
+class _Piece:
+    rows: _PieceOfSide
+    columns: _PieceOfSide
+
+    @property
+    def of_kernel(self) -> _Index:
+        return ..., self.rows.of_kernel, self.columns.of_kernel
+
+    @property
+    def of_input(self) -> _Index:
+        return ..., self.rows.of_input, self.columns.of_input
+
+    @property
+    def of_output(self) -> _Index:
+        return ..., self.rows.of_output, self.columns.of_output
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """All that meet the map; of each side those that are fewer, taps or windows."""
+
+    rows: Sequence[_PieceOfSide]
+    columns: Sequence[_PieceOfSide]
+
+    @staticmethod
+    def of(
+        input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+    ) -> _Pieces:
+        return _Pieces(*map(_pieces_of_side, input.shape[2:], weight.shape[2:], stride, padding, dilation))
+
+    @property
+    def all(self) -> Iterator[_Piece]:
+        return (_Piece(row, column) for row in self.rows for column in self.columns)
+
+    def formula(self, what: str) -> str:
+        """An einsum of w, x and y: a side's letter is missing where a piece has one tap, or one window, of it."""
+        sides = [(side[0], letter) for side, letter in ((self.rows, "h"), (self.columns, "v")) if side]
+        of_window = "".join(letter for piece, letter in sides if isinstance(piece.of_output, int))
+        of_tap = "".join(letter for piece, letter in sides if isinstance(piece.of_kernel, int))
+        names = {"w": "goi" + of_window, "x": "ngihv", "y": "ngo" + of_tap}
+        first, second, result = what[0], what[1], what[-1]
+        return f"{names[first]},{names[second]}->{names[result]}"
+
+    def widened(self, products: Tensor, piece: _Piece, height: int, width: int) -> Tensor:
+        """With zeros for all other windows."""
+        pads: list[int] = []
+        for dim, size, found in ((-1, width, piece.columns.of_output), (-2, height, piece.rows.of_output)):
+            if isinstance(found, int):
+                products = products.unsqueeze(dim)
+                found = slice(found, found + 1)
+            pads += [found.start, size - found.stop]
+        return F.pad(products, pads)
+
+
+def _pieces_of_side(size: int, kernel: int, step: int, before: int, gap: int) -> list[_PieceOfSide]:
     windows = output_size(size, kernel, step, before, gap)
-    for tap in range(kernel):
-        place = tap * gap - before  # of the tap in the first window
-        first = max(0, -(place // step))
-        last = min(windows - 1, (size - 1 - place) // step)
-        if first <= last:
-            met = slice(place + first * step, place + last * step + 1, step)
-            taps.append((tap, met, slice(first, last + 1)))
-    return taps
+    if windows < kernel:
+        return [
+            _PieceOfSide(slice(first, last + 1), met, window)
+            for window in range(windows)
+            for first, last, met in _meetings(size, kernel, gap, window * step - before)
+        ]
+    return [
+        _PieceOfSide(tap, met, slice(first, last + 1))
+        for tap in range(kernel)
+        for first, last, met in _meetings(size, windows, step, tap * gap - before)
+    ]
+
+
+def _meetings(size: int, count: int, step: int, place: int) -> Iterator[tuple[int, int, slice]]:
+    """Of so many points, a step apart from ``place`` on, the first and the last on the map, and where these lie; nothing
+    where none does."""
+    first = max(0, -(place // step))
+    last = min(count - 1, (size - 1 - place) // step)
+    if first <= last:
+        yield first, last, slice(place + first * step, place + last * step + 1, step)
