@@ -232,8 +232,14 @@ class Standard:
     def is_double(self) -> bool:
         return self.call.x.dtype is torch.float64
 
+    @property
+    def half_place(self) -> float:
+        """By so much of itself a value is rounded at the most."""
+        return torch.finfo(self.call.x.dtype).eps / 2
+
     def other_luck(self, way: int) -> Conv:
-        """The conv with eager's errors, as they are (way 0), or each another pixel's, up or down."""
+        """The conv with eager's errors, as they are (way 0), or each another pixel's, up or down; and its gradient, each
+        value up or down by half of its last place."""
         gen = generator(way)
         with torch.no_grad():
             right = self.conv(self.call.map(Tensor.double))
@@ -244,9 +250,12 @@ class Standard:
                 errors = of_channels.flatten(1)[:, order].view_as(of_channels).transpose(0, 1)
                 errors = errors * (1 - 2 * torch.randint(2, errors.shape, generator=gen))
             other = right + errors * (IN_DOUBLE if self.is_double else 1.0)
+            turns = self.half_place * (1 - 2 * torch.randint(2, errors.shape, generator=gen))
 
         def conv(call: Call) -> Tensor:
             v = self.conv(call)
+            if v.requires_grad:
+                v.register_hook(lambda gradient: (gradient * (1 + turns)).to(v.dtype))  # type: ignore[no-untyped-call]
             return v + (other.to(v.dtype) - v).detach()
 
         return conv
@@ -262,10 +271,9 @@ class Standard:
             return v
 
         self.of(conv, in_double)
-        half_place = torch.finfo(self.call.x.dtype).eps / 2
         call, leaves = with_leaves(in_double.map(Tensor.abs), None)
         of_input, *others = torch.autograd.grad(
-            self.conv(call), list(leaves.values()), half_place * of_v[0].abs(), materialize_grads=True
+            self.conv(call), list(leaves.values()), self.half_place * of_v[0].abs(), materialize_grads=True
         )
         of_parameters = torch.cat([gradient.flatten() for gradient in others])
         return {

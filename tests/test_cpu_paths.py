@@ -95,6 +95,12 @@ def test_width_decides_without_avx512(
         assert path == ("two-step" if wide else "direct")
 
 
+def test_few_pixels_of_many_samples_are_left_to_pytorch() -> None:
+    """And of few samples are not: there the cost of a call is most of it."""
+    for batch, path in ((1, "direct"), (512, "two-step")):
+        assert explained(((batch, 16, 7, 7), (32, 16, 3, 3), 2, 1, 1), torch.float32) == path
+
+
 CHILD = """
 import resource, time
 import torch

@@ -68,12 +68,17 @@ _FEW_VALUES = 2**14  # of a sample's input and output
 # dilation.
 _MOST_COMPUTED = 2
 _MOST_PACKED = 4
+# Where it computes more than so many times the output, oneDNN's conv is faster from so many products on, as a call's own
+# cost is little of it then.
+_MANY_COMPUTED = 1.5
+_MANY_PRODUCTS = 2**20
 _VECTOR = 16  # lanes of the widest, on all machines
 
 
 def _reason_for_pytorch(args: Sequence[Any]) -> str | None:
     """Why PyTorch runs the conv on the CPU; None where our own does. oneDNN has no float64, and our own conv no groups
-    and no half precision. A sample's size decides, and not how many there are: its bits are the same in any batch."""
+    and no half precision. A sample's size decides, so that its bits are the same in any batch; but for maps of few
+    pixels."""
     input, weight = args[:2]
     if args[-1] != 1:
         return "groups"
@@ -84,6 +89,9 @@ def _reason_for_pytorch(args: Sequence[Any]) -> str | None:
     pixels, computed, packed = _pixels_on_cpu(args)
     if computed > _MOST_COMPUTED * pixels:
         return f"{computed} pixels to compute for {pixels}"
+    many = input.dtype is torch.float32 and computed > _MANY_COMPUTED * pixels
+    if many and len(input) * weight.numel() * pixels > _MANY_PRODUCTS:
+        return f"{len(input)} samples, {computed} pixels to compute for {pixels}"
     packed *= weight.shape[1]
     values = math.prod(input.shape[1:]) + weight.shape[0] * pixels
     if packed > _MOST_PACKED * values:
@@ -260,6 +268,7 @@ class Launcher:
         self.names = names
         self.stores = not chain.reduces_channels and "pool_size" not in names
         self.has_norm = chain.has_norm
+        self.is_pointwise = not chain.arguments
 
     def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: ConvRun, precision: str | None) -> Run:
         """Our own conv, or PyTorch's and then the chain."""

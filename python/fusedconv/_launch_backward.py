@@ -48,6 +48,10 @@ def _like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient.to(parameter.dtype).view(parameter.shape)
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+
+
 @dataclass(frozen=True)
 class Wanted:
     """Places of the tensors whose gradients are asked for."""
@@ -68,6 +72,7 @@ class _Prepared:
     names: Sequence[str]
     places: Sequence[int]  # of what it reads, but the output's gradient
     has_norm: bool
+    is_pointwise: bool
     unready: Sequence[int]
     channels: int
     found: Sequence[tuple[int, Tensor, Sequence[int]]]  # place, an empty tensor, size of each gradient
@@ -81,6 +86,8 @@ class _Prepared:
         grad.data_ptr() or fail_as_freed("grad")
         for i in self.unready:
             args[i] = as_vector(args[i], self.channels)
+        if self.is_pointwise and args[0].stride() == grad.stride() and _is_dense(grad):
+            return args, grad  # in whatever order, as all values are treated alike
         args[0] = args[0].contiguous()
         if self.has_norm:
             args[self.places[-1]] = args[self.places[-1]].contiguous()
@@ -239,6 +246,7 @@ class BackwardLauncher:
             [*forward.names, "statistics"],
             places,
             forward.has_norm,
+            forward.is_pointwise and not conv and not grad.is_cuda,
             forward.unready(args, conv),
             channels,
             found,
