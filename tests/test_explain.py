@@ -282,6 +282,25 @@ def test_the_rates_are_of_what_moves_and_of_two_operations_a_product(monkeypatch
     assert product_rate.__wrapped__(cpu, torch.float32, 1) == 2.0 ** (34 + 12)  # 2^11 to the third, twice
 
 
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_the_floor_is_found_under_a_transform(transform: Any) -> None:
+    copy_rate.cache_clear()
+    product_rate.cache_clear()
+    conv, image = torch.nn.Conv2d(3, 8, 3), torch.rand(1, 3, 9, 9)
+    floors = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        explanation = fusedconv.explain(
+            FF.conv2d_relu_hardswish, torch.rand(1, 3, 9, 9), conv.weight, conv.bias
+        )
+        floors.append(explanation.floor_seconds())
+        return x.sum()
+
+    transform(call)(torch.rand(2))
+    assert floors[0] is not None
+    assert 0 < floors[0] < 1
+
+
 def test_rates_of_slow_products_are_those_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision a CPU may take minutes for a large one; its convs are run in float32 then."""
     monkeypatch.setattr("fusedconv._measure._fastest_seconds", lambda call, device: 1.0)

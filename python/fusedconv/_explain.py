@@ -68,7 +68,8 @@ class Explanation:
         if self.moved_bytes is None or self.device is None:
             return None
         threads = torch.get_num_threads() if self.device.type == "cpu" else 0
-        with _disable_current_modes():  # such as one of fake tensors, in which there is nothing to measure
+        # In a mode, such as that of fake tensors, or under torch.func there is nothing to measure.
+        with _disable_current_modes(), torch._C._DisableFuncTorch():
             floor = self.moved_bytes / copy_rate(self.device, threads)
             if self.operations and self.product_dtype is not None:
                 rate = product_rate(self.device, self.product_dtype, threads)
