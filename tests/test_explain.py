@@ -290,9 +290,7 @@ def test_the_floor_is_found_under_a_transform(transform: Any) -> None:
     floors = []
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        explanation = fusedconv.explain(
-            FF.conv2d_relu_hardswish, torch.rand(1, 3, 9, 9), conv.weight, conv.bias
-        )
+        explanation = fusedconv.explain(FF.conv2d_relu_hardswish, image, conv.weight, conv.bias)
         floors.append(explanation.floor_seconds())
         return x.sum()
 
