@@ -68,8 +68,9 @@ _FEW_VALUES = 2**14  # of a sample's input and output
 # dilation.
 _MOST_COMPUTED = 2
 _MOST_PACKED = 4
-# Where it computes more than so many times the output, oneDNN's conv is faster from so many products on, as a call's own
-# cost is little of it then.
+# Of maps of few pixels, of which it computes more than so many times as many, oneDNN's conv is faster from so many
+# products on, as a call's own cost is little of it then.
+_FEW_PIXELS = 32
 _MANY_COMPUTED = 1.5
 _MANY_PRODUCTS = 2**20
 _VECTOR = 16  # lanes of the widest, on all machines
@@ -89,8 +90,8 @@ def _reason_for_pytorch(args: Sequence[Any]) -> str | None:
     pixels, computed, packed = _pixels_on_cpu(args)
     if computed > _MOST_COMPUTED * pixels:
         return f"{computed} pixels to compute for {pixels}"
-    many = input.dtype is torch.float32 and computed > _MANY_COMPUTED * pixels
-    if many and len(input) * weight.numel() * pixels > _MANY_PRODUCTS:
+    wastes = input.dtype is torch.float32 and pixels < _FEW_PIXELS and computed > _MANY_COMPUTED * pixels
+    if wastes and len(input) * weight.numel() * pixels > _MANY_PRODUCTS:
         return f"{len(input)} samples, {computed} pixels to compute for {pixels}"
     packed *= weight.shape[1]
     values = math.prod(input.shape[1:]) + weight.shape[0] * pixels
