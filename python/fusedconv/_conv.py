@@ -9,17 +9,17 @@ window one, where there are fewer windows.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ._conv_cut import Cut
+from ._conv_pieces import by_pieces, gradients_by_pieces
+from .chains import Geometry, output_size
 from .config import get_float32_precision
 
 # Where the conv's arguments stand among an operator's: its tensors first, then the chain's own, then its geometry.
@@ -48,15 +48,15 @@ def convolution(
     if how is _Way.PYTORCH:
         return _by_pytorch(input, weight, bias, geometry, precision).to(given)
     if how is _Way.PIECES:
-        output = _by_pieces(input, weight, geometry)
+        output = by_pieces(input, weight, geometry)
     else:
-        cut = _Cut.of(input, weight, geometry)
+        cut = Cut.of(input, weight, geometry)
         output = cut.widened(_by_pytorch(cut.input(input), cut.weight(weight), None, cut.geometry, precision))
     return (output if bias is None else output + bias.view(-1, 1, 1)).to(given)
 
 
 def _by_pytorch(
-    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry, precision: str
+    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, precision: str
 ) -> Tensor:
     if precision == "default":
         return torch.conv2d(input, weight, bias, *geometry)
@@ -118,9 +118,9 @@ def convolution_backward(
         if how is _Way.PYTORCH:
             found = _gradients_by_pytorch(g, x, w, geometry, mask)
         elif how is _Way.PIECES:
-            found = [*_gradients_by_pieces(g, x, w, geometry, mask), _of_bias(g, mask)]
+            found = [*gradients_by_pieces(g, x, w, geometry, mask), _of_bias(g, mask)]
         else:
-            cut = _Cut.of(x, w, geometry)
+            cut = Cut.of(x, w, geometry)
             of_input, of_weight, _ = _gradients_by_pytorch(
                 cut.grad(g), cut.input(x), cut.weight(w), cut.geometry, [*mask[:2], False]
             )
@@ -142,7 +142,7 @@ def convolution_backward(
 
 
 def _gradients_by_pytorch(
-    grad: Tensor, input: Tensor, weight: Tensor, geometry: _Geometry, mask: Sequence[bool]
+    grad: Tensor, input: Tensor, weight: Tensor, geometry: Geometry, mask: Sequence[bool]
 ) -> Sequence[Tensor | None]:
     *steps, groups = geometry
     found: Sequence[Tensor | None] = _aten.convolution_backward.default(
@@ -157,8 +157,6 @@ def _of_bias(grad: Tensor, mask: Sequence[bool]) -> Tensor | None:
 
 # ---- who computes it, and in which dtype ----
 
-_Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], int]
-
 
 class _Sought(Enum):
     OUTPUT = auto()
@@ -172,16 +170,12 @@ class _Way(Enum):
     PIECES = auto()
 
 
-# Times input and output of a sample; beyond, only pieces are bounded in memory. Of few values it may be more.
-_MOST_PADDED = 4
-_FEW_PADDED = 2**16
-
 # oneDNN's own switch, read by it once. PyTorch's are behind its flags.
 _FPMATH = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE") or os.environ.get("DNNL_DEFAULT_FPMATH_MODE") or ""
 
 
 def _how(
-    input: Tensor, weight: Tensor, geometry: _Geometry, precision: str, sought: _Sought
+    input: Tensor, weight: Tensor, geometry: Geometry, precision: str, sought: _Sought
 ) -> tuple[_Way, torch.dtype]:
     """By whom, and in which dtype.
 
@@ -206,7 +200,7 @@ def _how(
         return _Way.PIECES, dtype
     if not fails:
         return _Way.PYTORCH, dtype
-    cut = _Cut.of(input, weight, geometry)
+    cut = Cut.of(input, weight, geometry)
     return _Way.CUT if cut.has_windows and cut.is_small(input, weight) else _Way.PIECES, dtype
 
 
@@ -240,98 +234,6 @@ def _fails(
     return False
 
 
-@dataclass(frozen=True)
-class _CutSide:
-    """Of one side, from the first to the last window that may meet the map, and of these from the first to the last tap
-    that does. They meet the map from ``begin`` on, which is negative where it starts with padding, up to ``end``."""
-
-    first: int
-    last: int
-    windows: int  # that there were
-    first_tap: int
-    last_tap: int
-    taps: int
-    begin: int
-    end: int
-    size: int  # the map's
-    stride: int
-    dilation: int
-
-    @staticmethod
-    def of(size: int, kernel: int, step: int, before: int, gap: int) -> _CutSide:
-        windows = output_size(size, kernel, step, before, gap)
-        first = max(0, -((gap * (kernel - 1) - before) // step))
-        last = min(windows - 1, (size - 1 + before) // step)
-        first_tap = max(0, -((last * step - before) // gap))
-        last_tap = min(kernel - 1, (size - 1 + before - first * step) // gap)
-        begin = first * step - before + first_tap * gap
-        end = last * step - before + last_tap * gap + 1
-        return _CutSide(
-            first, last, windows, first_tap, last_tap, kernel, begin, end, size,
-            step if last > first else 1, gap if last_tap > first_tap else 1,
-        )  # fmt: skip
-
-    @property
-    def has_windows(self) -> bool:
-        return self.first <= self.last and self.first_tap <= self.last_tap
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A conv without what meets nothing, and without padding: it lies in the input. All that is cut off is zero."""
-
-    rows: _CutSide
-    columns: _CutSide
-    groups: int
-
-    @staticmethod
-    def of(input: Tensor, weight: Tensor, geometry: _Geometry) -> _Cut:
-        *steps, groups = geometry
-        rows, columns = map(_CutSide.of, input.shape[2:], weight.shape[2:], *steps)
-        return _Cut(rows, columns, groups)
-
-    @property
-    def has_windows(self) -> bool:
-        return self.rows.has_windows and self.columns.has_windows
-
-    def is_small(self, input: Tensor, weight: Tensor) -> bool:
-        channels, *sides = input.shape[1:]
-        pixels = math.prod(side.end - side.begin for side in (self.rows, self.columns))
-        values = channels * math.prod(sides) + weight.shape[0] * self.rows.windows * self.columns.windows
-        return channels * pixels <= max(_MOST_PADDED * values, _FEW_PADDED)
-
-    @property
-    def geometry(self) -> _Geometry:
-        rows, columns = self.rows, self.columns
-        return (rows.stride, columns.stride), (0, 0), (rows.dilation, columns.dilation), self.groups
-
-    def input(self, input: Tensor) -> Tensor:
-        rows, columns = self.rows, self.columns
-        return F.pad(input, (-columns.begin, columns.end - columns.size, -rows.begin, rows.end - rows.size))
-
-    def of_input(self, gradient: Tensor) -> Tensor:
-        rows, columns = self.rows, self.columns
-        return F.pad(gradient, (columns.begin, columns.size - columns.end, rows.begin, rows.size - rows.end))
-
-    def weight(self, weight: Tensor) -> Tensor:
-        rows, columns = self.rows, self.columns
-        return weight[..., rows.first_tap : rows.last_tap + 1, columns.first_tap : columns.last_tap + 1]
-
-    def of_weight(self, gradient: Tensor) -> Tensor:
-        rows, columns = self.rows, self.columns
-        right, below = columns.taps - 1 - columns.last_tap, rows.taps - 1 - rows.last_tap
-        return F.pad(gradient, (columns.first_tap, right, rows.first_tap, below))
-
-    def grad(self, grad: Tensor) -> Tensor:
-        rows, columns = self.rows, self.columns
-        return grad[..., rows.first : rows.last + 1, columns.first : columns.last + 1]
-
-    def widened(self, output: Tensor) -> Tensor:
-        rows, columns = self.rows, self.columns
-        right, below = columns.windows - 1 - columns.last, rows.windows - 1 - rows.last
-        return F.pad(output, (columns.first, right, rows.first, below))
-
-
 _BLOCK = 16  # channels; 8 with AVX2
 
 
@@ -343,12 +245,7 @@ def _is_narrow(
     return input.shape[1] < _BLOCK and tuple(weight.shape[2:]) == (1, 1) and max(stride) > 1
 
 
-def output_size(size: int, kernel: int, step: int, before: int, gap: int) -> int:
-    """Pixels of a side of the output."""
-    return (size + 2 * before - gap * (kernel - 1) - 1) // step + 1
-
-
-def _rounds_on_cpu(input: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
+def _rounds_on_cpu(input: Tensor, weight: Tensor, geometry: Geometry) -> bool:
     """Whether products in float32 may be rounded on machines that are faster then."""
     if _FPMATH.lower() not in ("", "strict"):
         return True
@@ -366,7 +263,7 @@ def _like_in_float32(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, dtype=torch.float32)
 
 
-def _rounds_on_cuda(input: Tensor, weight: Tensor, geometry: _Geometry, sought: _Sought) -> bool:
+def _rounds_on_cuda(input: Tensor, weight: Tensor, geometry: Geometry, sought: _Sought) -> bool:
     """Whether products of float32 are rounded in spite of ``allow_tf32=False``, which only cuDNN's forward is told."""
     conv, matmul = _may_round("cuda", "conv") and sought is not _Sought.OUTPUT, _may_round("cuda", "matmul")
     if conv == matmul:
@@ -384,138 +281,3 @@ def _may_round(backend: str, op: str) -> bool:
     if op == "matmul":
         return torch.get_float32_matmul_precision() != "highest"
     return backend == "cuda" and torch.backends.cudnn.allow_tf32
-
-
-# ---- piece by piece ----
-
-
-def _by_pieces(input: Tensor, weight: Tensor, geometry: _Geometry) -> Tensor:
-    *steps, groups = geometry
-    x, w = _grouped(input, 1, groups), _grouped(weight, 0, groups)
-    height, width = map(output_size, input.shape[2:], weight.shape[2:], *steps)
-    pieces = _Pieces.of(input, weight, *steps)
-    y = x.new_zeros(x.shape[0], *w.shape[:2], height, width)
-    for piece in pieces.all:
-        products = torch.einsum(pieces.formula("wx->y"), w[piece.of_kernel], x[piece.of_input])
-        # not in place: torch.func.vmap may map the weight alone
-        y = y + pieces.widened(products, piece, height, width)
-    return y.flatten(1, 2)
-
-
-def _gradients_by_pieces(
-    grad: Tensor, input: Tensor, weight: Tensor, geometry: _Geometry, mask: Sequence[bool]
-) -> list[Tensor | None]:
-    """Of the input and the weight."""
-    *steps, groups = geometry
-    x, w = _grouped(input, 1, groups), _grouped(weight, 0, groups)
-    g = _grouped(grad, 1, groups)
-    of_x = x.new_zeros(x.shape) if mask[0] else None
-    of_w = w.new_zeros(w.shape) if mask[1] else None
-    pieces = _Pieces.of(input, weight, *steps)
-    for piece in pieces.all:
-        of_y = g[piece.of_output]
-        if of_x is not None:
-            of_x[piece.of_input] += torch.einsum(pieces.formula("wy->x"), w[piece.of_kernel], of_y)
-        if of_w is not None:
-            of_w[piece.of_kernel] += torch.einsum(pieces.formula("xy->w"), x[piece.of_input], of_y)
-    return [
-        None if of_x is None else of_x.flatten(1, 2),
-        None if of_w is None else of_w.flatten(0, 1),
-    ]
-
-
-def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
-    """Its channels, which stand at ``dim``, as groups and the channels of a group."""
-    shape = tensor.shape
-    return tensor.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
-
-
-_Index = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class _PieceOfSide:
-    """One tap and the windows in which it meets the map, or one window and the taps of it that do."""
-
-    of_kernel: int | slice
-    of_input: slice
-    of_output: int | slice
-
-
-@dataclass(frozen=True)
-class _Piece:
-    rows: _PieceOfSide
-    columns: _PieceOfSide
-
-    @property
-    def of_kernel(self) -> _Index:
-        return ..., self.rows.of_kernel, self.columns.of_kernel
-
-    @property
-    def of_input(self) -> _Index:
-        return ..., self.rows.of_input, self.columns.of_input
-
-    @property
-    def of_output(self) -> _Index:
-        return ..., self.rows.of_output, self.columns.of_output
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """All that meet the map; of each side those that are fewer, taps or windows."""
-
-    rows: Sequence[_PieceOfSide]
-    columns: Sequence[_PieceOfSide]
-
-    @staticmethod
-    def of(
-        input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-    ) -> _Pieces:
-        return _Pieces(*map(_pieces_of_side, input.shape[2:], weight.shape[2:], stride, padding, dilation))
-
-    @property
-    def all(self) -> Iterator[_Piece]:
-        return (_Piece(row, column) for row in self.rows for column in self.columns)
-
-    def formula(self, what: str) -> str:
-        """An einsum of w, x and y: a side's letter is missing where a piece has one tap, or one window, of it."""
-        sides = [(side[0], letter) for side, letter in ((self.rows, "h"), (self.columns, "v")) if side]
-        of_window = "".join(letter for piece, letter in sides if isinstance(piece.of_output, int))
-        of_tap = "".join(letter for piece, letter in sides if isinstance(piece.of_kernel, int))
-        names = {"w": "goi" + of_window, "x": "ngihv", "y": "ngo" + of_tap}
-        first, second, result = what[0], what[1], what[-1]
-        return f"{names[first]},{names[second]}->{names[result]}"
-
-    def widened(self, products: Tensor, piece: _Piece, height: int, width: int) -> Tensor:
-        """With zeros for all other windows."""
-        pads: list[int] = []
-        for dim, size, found in ((-1, width, piece.columns.of_output), (-2, height, piece.rows.of_output)):
-            if isinstance(found, int):
-                products = products.unsqueeze(dim)
-                found = slice(found, found + 1)
-            pads += [found.start, size - found.stop]
-        return F.pad(products, pads)
-
-
-def _pieces_of_side(size: int, kernel: int, step: int, before: int, gap: int) -> list[_PieceOfSide]:
-    windows = output_size(size, kernel, step, before, gap)
-    if windows < kernel:
-        return [
-            _PieceOfSide(slice(first, last + 1), met, window)
-            for window in range(windows)
-            for first, last, met in _meetings(size, kernel, gap, window * step - before)
-        ]
-    return [
-        _PieceOfSide(tap, met, slice(first, last + 1))
-        for tap in range(kernel)
-        for first, last, met in _meetings(size, windows, step, tap * gap - before)
-    ]
-
-
-def _meetings(size: int, count: int, step: int, place: int) -> Iterator[tuple[int, int, slice]]:
-    """Of so many points, a step apart from ``place`` on, the first and the last on the map, and where these lie; nothing
-    where none does."""
-    first = max(0, -(place // step))
-    last = min(count - 1, (size - 1 - place) // step)
-    if first <= last:
-        yield first, last, slice(place + first * step, place + last * step + 1, step)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._conv import GEOMETRY, output_size
-from .chains import Chain
+from ._conv import GEOMETRY
+from .chains import Chain, output_size
 from .config import get_float32_precision
 
 _log = logging.getLogger("fusedconv")

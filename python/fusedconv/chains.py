@@ -182,6 +182,14 @@ def _wrong_pair(name: str, pair: Sequence[int], least: int) -> RuntimeError:
     return RuntimeError(f"{name} must have two values, each at least {least}, but is {list(pair)}")
 
 
+Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], int]  # stride, padding, dilation, groups
+
+
+def output_size(size: int, kernel: int, step: int, before: int, gap: int) -> int:
+    """Pixels of a side of the output."""
+    return (size + 2 * before - gap * (kernel - 1) - 1) // step + 1
+
+
 # Of a stride, a padding or a dilation: beyond, sizes and places might not fit in 64 bits, ours or oneDNN's.
 _MOST_STEP = 2**31 - 1
 
