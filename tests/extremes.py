@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -262,7 +262,8 @@ class Standard:
 
     def rounded_one_way(self, in_double: Call, reference: dict[str, Tensor]) -> dict[str, Tensor]:
         """The reference, were each value of v's gradient rounded by half of its last place, and its products with weights
-        and input all to the same side: where a norm's gradient is mostly one value, all of it is rounded alike."""
+        and input all to the same side: where a norm's gradient is mostly one value, all of it is rounded alike. So
+        are the terms of a parameter's sum, as large as where the output's gradient has one sign."""
         of_v: list[Tensor] = []
 
         def conv(call: Call) -> Tensor:
@@ -275,7 +276,11 @@ class Standard:
         of_input, *others = torch.autograd.grad(
             self.conv(call), list(leaves.values()), self.half_place * of_v[0].abs(), materialize_grads=True
         )
-        of_parameters = torch.cat([gradient.flatten() for gradient in others])
+        assert self.direction is not None
+        of_one_sign = replace(self, direction=self.direction.abs()).of(self.conv, in_double)["parameters"]
+        of_parameters = (
+            torch.cat([gradient.flatten() for gradient in others]) + self.half_place * of_one_sign.abs()
+        )
         return {
             "input": reference["input"] + of_input,
             "parameters": reference["parameters"] + of_parameters,

@@ -464,6 +464,10 @@ FAILED_ONCE = [
         chain="group_norm_silu", dtype=torch.bfloat16, size=(2, 2), kernel=(5, 5), channels=(1, 3), stride=(4, 4),
         padding=(49, 49), num_groups=3, seed=29221, wants_gradients=True,
     ),
+    ExtremeGeometry(
+        chain="group_norm_tanh_hardswish_logsumexp", dtype=torch.float32, size=(2, 7), kernel=(2, 1), channels=(4, 1),
+        stride=(2, 7), padding=(26887, 0), dilation=(53704, 1), has_bias=False, seed=302, wants_gradients=True,
+    ),
 ]  # fmt: skip
 
 
