@@ -280,8 +280,6 @@ MUTATIONS = (
     Mutation("sizes", "the memory of all threads is multiplied unchecked", CPU + "schedule.h",
              "(Checked(scratch_elements_) + tile_elements_, plan_.threads)",
              "(plan_.threads * (scratch_elements_ + tile_elements_))", "tests/test_cpu_paths.py -k many_threads"),
-    Mutation("sizes", "a tile of one row packs all that a filter reaches", CPU + "conv_source.h",
-             "has_packed_layout() ? 1 : larger(1, vertical_.reach())", "1", "tests/test_cpu_paths.py -k packs_few"),
     Mutation("bits", "the batch decides who runs the conv", PYTHON + "_launch.py",
              "values = math.prod(input.shape[1:]) + weight.shape[0] * math.prod(_outputs(args))\n",
              "values = math.prod(input.shape) + weight.shape[0] * math.prod(_outputs(args))\n",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -152,27 +151,6 @@ except RuntimeError as error:
 def test_memory_of_many_threads_that_no_number_holds() -> None:
     """In a process of its own: it crashed."""
     new_process(MANY_THREADS)
-
-
-def test_a_dilated_filter_packs_few_rows_twice() -> None:
-    """A tile has the rows that the filter reaches beyond it. It had one, and packed 81 for it."""
-    x, weight = torch.rand(1, 8, 256, 256), torch.rand(64, 8, 3, 3)
-
-    def seconds(dilation: int) -> float:
-        def call() -> Tensor:
-            return FF.conv2d_relu_hardswish(x, weight, padding=dilation, dilation=dilation)
-
-        assert explained((x.shape, weight.shape, 1, dilation, dilation), x.dtype) == "direct"
-        call()
-        times = []
-        for _ in range(9):
-            began = time.process_time()
-            call()
-            times.append(time.process_time() - began)
-        return min(times)
-
-    torch.set_num_threads(1)
-    assert seconds(40) < 2 * seconds(1)
 
 
 # ---- sums of large terms ----
