@@ -40,13 +40,13 @@ class Child:
         assert self.process is not None
         try:
             self.connection.send(case)
-        except BrokenPipeError:
+        except ConnectionError:
             raise AssertionError(f"{self._end('died before it got a case')}\nin {case!r}") from None
         ready = wait([self.connection, self.process.sentinel], self.timeout)
         if self.connection in ready:
             try:
                 failure = self.connection.recv()
-            except EOFError:  # it died before it answered
+            except (EOFError, ConnectionError):  # it died before it answered
                 failure = self._end("died")
         else:
             failure = self._end("died" if ready else f"took more than {self.timeout} s")
@@ -65,7 +65,7 @@ class Child:
         self.process = process
         try:
             self.connection.recv()  # however long it takes to import what the check needs
-        except EOFError:
+        except (EOFError, ConnectionError):
             raise AssertionError(self._end("died at its start")) from None
 
     def _end(self, what: str) -> str:

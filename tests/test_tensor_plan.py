@@ -1,4 +1,4 @@
-"""How the CUDA kernels cut a tensor or a conv, checked without a GPU: the plans are plain C++.
+"""How the kernels cut a tensor or a conv, checked without a GPU: the plans are plain C++.
 
 They are compiled with checks of undefined behaviour: a size that wraps ends the program.
 """
@@ -14,7 +14,7 @@ import pytest
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 HERE = Path(__file__).parent
-CUDA = HERE.parent / "csrc" / "cuda"
+CPU, CUDA = HERE.parent / "csrc" / "cpu", HERE.parent / "csrc" / "cuda"
 CHECKS = ("-fsanitize=undefined,float-cast-overflow", "-fno-sanitize-recover=all")
 
 pytestmark = [
@@ -26,7 +26,7 @@ pytestmark = [
 def run(folder: Path, *sources: Path, calls: int = 0) -> str:
     """Compiles a program, has it plan random calls, and gives what it prints."""
     program = folder / "plan"
-    options = ["-std=c++17", "-O1", "-g1", *CHECKS, "-DFUSEDCONV_HAS_SM90A"]
+    options = ["-std=c++17", "-O1", "-g1", *CHECKS, "-DFUSEDCONV_HAS_SM90A", "-DFUSEDCONV_TARGET=baseline"]
     subprocess.run([str(COMPILER), *options, "-o", program, *sources], check=True)
     found = subprocess.run([program, str(calls)], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -49,3 +49,8 @@ def test_plans_of_convs(tmp_path: Path) -> None:
     ours, two_step, _ = map(int, printed.split())
     assert ours > 10_000
     assert two_step > 10_000
+
+
+def test_tiles_on_the_cpu(tmp_path: Path) -> None:
+    """A filter that reaches far has tiles of as many rows, or each would pack what it reaches again."""
+    run(tmp_path, HERE / "cpu_plan.cpp", CPU / "conv_source.cpp", CPU / "memory.cpp", calls=100_000)

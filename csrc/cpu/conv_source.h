@@ -23,7 +23,7 @@ class ConvSource final : public Source<T> {
 
   int64_t prepare(int64_t tile_rows) override;
   bool is_cheap() const override { return false; }
-  // A pack has the rows that the filter reaches beyond a tile's: no more than those of the tile.
+  // A pack has the rows that the filter reaches beyond a tile's: hardly more than those of the tile.
   int64_t least_rows() const override { return has_packed_layout() ? 1 : larger(1, vertical_.reach()); }
   int64_t channels_for_pack() const override;
   int64_t cost() const override { return 32 + taps_; }

@@ -8,45 +8,74 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .chains import Geometry, output_size
+from .chains import output_sides, output_size
 
 
-def by_pieces(input: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    *steps, groups = geometry
-    x, w = _grouped(input, 1, groups), _grouped(weight, 0, groups)
-    height, width = map(output_size, input.shape[2:], weight.shape[2:], *steps)
-    pieces = _Pieces.of(input, weight, *steps)
-    y = x.new_zeros(x.shape[0], *w.shape[:2], height, width)
-    for piece in pieces.all:
-        products = torch.einsum(pieces.formula("wx->y"), w[piece.of_kernel], x[piece.of_input])
-        # not in place: torch.func.vmap may map the weight alone
-        y = y + pieces.widened(products, piece, height, width)
-    return y.flatten(1, 2)
+@dataclass(frozen=True)
+class ByPieces:
+    """All pieces that meet the map; of each side those that are fewer, taps or windows."""
 
+    rows: Sequence[_PieceOfSide]
+    columns: Sequence[_PieceOfSide]
+    sides: Sequence[int]  # of the output
+    groups: int
 
-def gradients_by_pieces(
-    grad: Tensor, input: Tensor, weight: Tensor, geometry: Geometry, mask: Sequence[bool]
-) -> list[Tensor | None]:
-    """Of the input and the weight."""
-    *steps, groups = geometry
-    x, w = _grouped(input, 1, groups), _grouped(weight, 0, groups)
-    g = _grouped(grad, 1, groups)
-    of_x = x.new_zeros(x.shape) if mask[0] else None
-    of_w = w.new_zeros(w.shape) if mask[1] else None
-    pieces = _Pieces.of(input, weight, *steps)
-    for piece in pieces.all:
-        of_y = g[piece.of_output]
-        if of_x is not None:
-            of_x[piece.of_input] += torch.einsum(pieces.formula("wy->x"), w[piece.of_kernel], of_y)
-        if of_w is not None:
-            of_w[piece.of_kernel] += torch.einsum(pieces.formula("xy->w"), x[piece.of_input], of_y)
-    return [
-        None if of_x is None else of_x.flatten(1, 2),
-        None if of_w is None else of_w.flatten(0, 1),
-    ]
+    @staticmethod
+    def of(
+        input: Tensor,
+        weight: Tensor,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> ByPieces:
+        geometry = stride, padding, dilation
+        rows, columns = map(_pieces_of_side, input.shape[2:], weight.shape[2:], *geometry)
+        return ByPieces(rows, columns, output_sides(input, weight, *geometry), groups)
+
+    def output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x, w = _grouped(input, 1, self.groups), _grouped(weight, 0, self.groups)
+        # nothing of both, as torch.func.vmap may map either
+        nothing = torch.einsum("goi,ngi->ngo", w[..., :0, 0, 0], x[..., :0, 0, 0])
+        y = nothing.new_zeros(*nothing.shape, *self.sides)
+        for piece in self.pieces:
+            y[piece.of_output] += torch.einsum(self.formula("wx->y"), w[piece.of_kernel], x[piece.of_input])
+        y = y.flatten(1, 2)
+        return y if bias is None else y + bias.view(-1, 1, 1)
+
+    def gradients(
+        self, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        x, w = _grouped(input, 1, self.groups), _grouped(weight, 0, self.groups)
+        g = _grouped(grad, 1, self.groups)
+        of_x = x.new_zeros(x.shape) if mask[0] else None
+        of_w = w.new_zeros(w.shape) if mask[1] else None
+        for piece in self.pieces:
+            of_y = g[piece.of_output]
+            if of_x is not None:
+                of_x[piece.of_input] += torch.einsum(self.formula("wy->x"), w[piece.of_kernel], of_y)
+            if of_w is not None:
+                of_w[piece.of_kernel] += torch.einsum(self.formula("xy->w"), x[piece.of_input], of_y)
+        return [
+            None if of_x is None else of_x.flatten(1, 2),
+            None if of_w is None else of_w.flatten(0, 1),
+            grad.sum((0, 2, 3)) if mask[2] else None,
+        ]
+
+    @property
+    def pieces(self) -> Iterator[_Piece]:
+        return (_Piece(row, column) for row in self.rows for column in self.columns)
+
+    def formula(self, what: str) -> str:
+        """An einsum of w, x and y: a side's letter is missing where a piece has one tap, or one window, of it."""
+        sides = [(side[0], letter) for side, letter in ((self.rows, "h"), (self.columns, "v")) if side]
+        of_window = "".join(letter for piece, letter in sides if isinstance(piece.of_output, int))
+        of_tap = "".join(letter for piece, letter in sides if isinstance(piece.of_kernel, int))
+        names = {"w": "goi" + of_window, "x": "ngihv", "y": "ngo" + of_tap}
+        first, second, result = what[0], what[1], what[-1]
+        return f"{names[first]},{names[second]}->{names[result]}"
 
 
 def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
@@ -85,62 +114,22 @@ class _Piece:
         return ..., self.rows.of_output, self.columns.of_output
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """All that meet the map; of each side those that are fewer, taps or windows."""
-
-    rows: Sequence[_PieceOfSide]
-    columns: Sequence[_PieceOfSide]
-
-    @staticmethod
-    def of(
-        input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-    ) -> _Pieces:
-        return _Pieces(*map(_pieces_of_side, input.shape[2:], weight.shape[2:], stride, padding, dilation))
-
-    @property
-    def all(self) -> Iterator[_Piece]:
-        return (_Piece(row, column) for row in self.rows for column in self.columns)
-
-    def formula(self, what: str) -> str:
-        """An einsum of w, x and y: a side's letter is missing where a piece has one tap, or one window, of it."""
-        sides = [(side[0], letter) for side, letter in ((self.rows, "h"), (self.columns, "v")) if side]
-        of_window = "".join(letter for piece, letter in sides if isinstance(piece.of_output, int))
-        of_tap = "".join(letter for piece, letter in sides if isinstance(piece.of_kernel, int))
-        names = {"w": "goi" + of_window, "x": "ngihv", "y": "ngo" + of_tap}
-        first, second, result = what[0], what[1], what[-1]
-        return f"{names[first]},{names[second]}->{names[result]}"
-
-    def widened(self, products: Tensor, piece: _Piece, height: int, width: int) -> Tensor:
-        """With zeros for all other windows."""
-        pads: list[int] = []
-        for dim, size, found in ((-1, width, piece.columns.of_output), (-2, height, piece.rows.of_output)):
-            if isinstance(found, int):
-                products = products.unsqueeze(dim)
-                found = slice(found, found + 1)
-            pads += [found.start, size - found.stop]
-        return F.pad(products, pads)
-
-
 def _pieces_of_side(size: int, kernel: int, step: int, before: int, gap: int) -> list[_PieceOfSide]:
     windows = output_size(size, kernel, step, before, gap)
-    if windows < kernel:
-        return [
-            _PieceOfSide(slice(first, last + 1), met, window)
-            for window in range(windows)
-            for first, last, met in _meetings(size, kernel, gap, window * step - before)
-        ]
-    return [
-        _PieceOfSide(tap, met, slice(first, last + 1))
-        for tap in range(kernel)
-        for first, last, met in _meetings(size, windows, step, tap * gap - before)
-    ]
-
-
-def _meetings(size: int, count: int, step: int, place: int) -> Iterator[tuple[int, int, slice]]:
-    """Of so many points, a step apart from ``place`` on, the first and the last on the map, and where these lie; nothing
-    where none does."""
-    first = max(0, -(place // step))
-    last = min(count - 1, (size - 1 - place) // step)
-    if first <= last:
-        yield first, last, slice(place + first * step, place + last * step + 1, step)
+    of_windows = windows < kernel
+    count, apart = (kernel, gap) if of_windows else (windows, step)
+    places = (
+        [window * step - before for window in range(windows)]
+        if of_windows
+        else [tap * gap - before for tap in range(kernel)]
+    )
+    pieces = []
+    for one, place in enumerate(
+        places
+    ):  # of so many points, a step apart from there on, which ones lie on the map?
+        first, last = max(0, -(place // apart)), min(count - 1, (size - 1 - place) // apart)
+        if first <= last:
+            several = slice(first, last + 1)
+            met = slice(place + first * apart, place + last * apart + 1, apart)
+            pieces.append(_PieceOfSide(several, met, one) if of_windows else _PieceOfSide(one, met, several))
+    return pieces

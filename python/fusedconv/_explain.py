@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from . import _C
-from ._conv import GEOMETRY, TENSORS, fails_in_half
+from ._conv import GEOMETRY, TENSORS, choose
 from ._measure import copy_rate, product_rate
 from ._register import OPERATORS, Operator
 from .chains import check_conv
@@ -186,6 +186,7 @@ def _explain_kernels(
         words = launcher.plan_cpu(args, output).words
     path, _, reason = words.partition(", ")
     is_direct = path == "direct"
+    product_dtype = _product_dtype(args, precision, is_direct) if operator.has_conv else None
     if path == "two-step":
         with seen:
             v = operator.source(args, precision)
@@ -203,21 +204,23 @@ def _explain_kernels(
         moved_bytes=moved_bytes,
         workspace_bytes=workspace_bytes if on_cuda else None,
         device=device,
-        product_dtype=_product_dtype(args) if operator.has_conv else None,
+        product_dtype=product_dtype,
         products=3 if is_split else 1,
     )
 
 
-def _product_dtype(args: Sequence[Any]) -> torch.dtype:
+def _product_dtype(args: Sequence[Any], precision: str, is_direct: bool) -> torch.dtype:
     """On a GPU float16 stands for all that its tensor cores multiply at that rate or a lower one: bfloat16, TF32. On most
     CPUs float32 does for float16, which they only convert."""
-    input: Tensor = args[0]
-    if input.dtype == torch.float64:
-        return torch.float64
+    input, weight, _ = args[TENSORS]
+    dtype: torch.dtype = input.dtype
+    if not is_direct:
+        _, dtype = choose(input, weight, tuple(args[GEOMETRY]), precision)
+    if dtype == torch.float64:
+        return dtype
     if input.is_cuda:
         return torch.float16
-    in_float32 = input.dtype == torch.float16 or fails_in_half(*args[TENSORS][:2], *args[GEOMETRY][:3])
-    return torch.float32 if in_float32 else input.dtype
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _operations(args: Sequence[Any]) -> int:

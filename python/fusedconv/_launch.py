@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _C
 from ._conv import GEOMETRY
-from .chains import Chain, output_size
+from .chains import Chain, output_sides
 from .config import get_float32_precision
 
 _log = logging.getLogger("fusedconv")
@@ -68,12 +68,14 @@ _FEW_VALUES = 2**14  # of a sample's input and output
 # dilation.
 _MOST_COMPUTED = 2
 _MOST_PACKED = 4
-# Of maps of few pixels, of which it computes more than so many times as many, oneDNN's conv is faster from so many
-# products on, as a call's own cost is little of it then.
-_FEW_PIXELS = 32
-_MANY_COMPUTED = 1.5
-_MANY_PRODUCTS = 2**20
 _VECTOR = 16  # lanes of the widest, on all machines
+# Of maps of few pixels it leaves lanes idle. There oneDNN's conv is the faster one, unless all is so little that a call's
+# own cost is most of it: so many products, less of many channels, whose weights it packs; and values to pack.
+_FEW_PIXELS = 32
+_FEW_IDLE = 1.5
+_FEW_PRODUCTS = 2**22
+_FEW_PRODUCTS_OF_WIDE = 2**19
+_FEW_PACKED = 2**16
 
 
 def _reason_for_pytorch(args: Sequence[Any]) -> str | None:
@@ -85,15 +87,21 @@ def _reason_for_pytorch(args: Sequence[Any]) -> str | None:
         return "groups"
     if input.dtype not in (torch.float32, torch.float64):
         return _name(input.dtype)
-    if input.dtype is torch.float32 and (reason := _reason_of_width(args)):
-        return reason
     pixels, computed, packed = _pixels_on_cpu(args)
+    packed *= weight.shape[1]
+    if input.dtype is torch.float32:
+        samples, reason = len(input), _reason_of_width(args)
+        if pixels < _FEW_PIXELS:
+            products = samples * weight.numel() * computed
+            few = products <= (_FEW_PRODUCTS_OF_WIDE if reason else _FEW_PRODUCTS)
+            if few and samples * packed <= _FEW_PACKED:
+                return None
+            if computed > _FEW_IDLE * pixels:
+                return f"{samples} samples, {computed} pixels to compute for {pixels}"
+        if reason:
+            return reason
     if computed > _MOST_COMPUTED * pixels:
         return f"{computed} pixels to compute for {pixels}"
-    wastes = input.dtype is torch.float32 and pixels < _FEW_PIXELS and computed > _MANY_COMPUTED * pixels
-    if wastes and len(input) * weight.numel() * pixels > _MANY_PRODUCTS:
-        return f"{len(input)} samples, {computed} pixels to compute for {pixels}"
-    packed *= weight.shape[1]
     values = math.prod(input.shape[1:]) + weight.shape[0] * pixels
     if packed > _MOST_PACKED * values:
         return f"{packed} values to pack for {values}"
@@ -135,21 +143,21 @@ def _is_wide_for_pixels(args: Sequence[Any]) -> bool:
         and math.prod(weight.shape[2:]) > 1
     ):
         return False
-    values = math.prod(input.shape[1:]) + weight.shape[0] * math.prod(_outputs(args))
-    return bool(values > _FEW_VALUES)
+    outputs = weight.shape[0] * math.prod(_sides(args))
+    return bool(math.prod(input.shape[1:]) + outputs > _FEW_VALUES)
 
 
-def _outputs(args: Sequence[Any]) -> list[int]:
-    """Rows and columns of the conv's output."""
-    sides = zip(args[0].shape[2:], args[1].shape[2:], *args[GEOMETRY][:3], strict=True)
-    return [output_size(*side) for side in sides]
+def _sides(args: Sequence[Any]) -> tuple[int, int]:
+    """Of the conv's output."""
+    stride, padding, dilation, _ = args[GEOMETRY]
+    return output_sides(args[0], args[1], stride, padding, dilation)
 
 
 def _pixels_on_cpu(args: Sequence[Any]) -> tuple[int, int, int]:
-    """Of a sample: pixels of the output; those that our conv computes for them; those that it packs of a channel, at the
-    most. A tile has as many rows as the filter reaches beyond it, if not more."""
-    rows, columns = _outputs(args)
-    stride, _, dilation = args[GEOMETRY][:3]
+    """Of a sample: pixels of the output; those that our conv computes for them; those that it packs of a channel, once. A
+    tile has as many rows as the filter reaches beyond it, if not more."""
+    stride, _, dilation, _ = args[GEOMETRY]
+    rows, columns = _sides(args)
     (reach_rows, row_phases), (reach_columns, column_phases) = [
         (gap * (kernel - 1) // step, min(step, gap * (kernel - 1) + 1))
         for kernel, step, gap in zip(args[1].shape[2:], stride, dilation, strict=True)
@@ -260,7 +268,7 @@ class Launcher:
 
     What follows from the arguments' forms (sizes, strides, dtypes) and numbers is worked out once, by an
     example of them and of the output. The ``Run`` that comes out serves every call of the same signature; it
-    looks at pointers only. ``source`` gives the conv's output by PyTorch.
+    looks at pointers only. ``source`` gives the conv's output by PyTorch; it is None where there is no conv.
     """
 
     def __init__(self, chain: Chain, names: Sequence[str], has_conv: bool) -> None:
@@ -269,9 +277,11 @@ class Launcher:
         self.names = names
         self.stores = not chain.reduces_channels and "pool_size" not in names
         self.has_norm = chain.has_norm
-        self.is_pointwise = not chain.arguments
+        self.treats_values_alike = not chain.arguments
 
-    def prepare_cpu(self, args: Sequence[Any], output: Tensor, source: ConvRun, precision: str | None) -> Run:
+    def prepare_cpu(
+        self, args: Sequence[Any], output: Tensor, source: ConvRun | None, precision: str | None
+    ) -> Run:
         """Our own conv, or PyTorch's and then the chain."""
         if self.has_conv:
             plan = self.plan_cpu(args, output)
@@ -281,7 +291,7 @@ class Launcher:
         return self._two_steps(args, output, source, on_cpu)
 
     def prepare_cuda(
-        self, args: Sequence[Any], output: Tensor, source: ConvRun, precision: str | None
+        self, args: Sequence[Any], output: Tensor, source: ConvRun | None, precision: str | None
     ) -> Run:
         """Our own conv, or PyTorch's and then the chain."""
         device = args[0].get_device()
@@ -327,9 +337,20 @@ class Launcher:
         _log.debug("%s: %s", call, words)
 
     def _two_steps(
-        self, args: Sequence[Any], output: Tensor, source: ConvRun, on_device: Callable[[_C.Launch], Start]
+        self,
+        args: Sequence[Any],
+        output: Tensor,
+        source: ConvRun | None,
+        on_device: Callable[[_C.Launch], Start],
     ) -> Run:
         numbers = self.numbers(args)
+
+        def prepare(args: Sequence[Any]) -> Run:
+            launch = self._launch(args, output, numbers)
+            return self.prepare(launch, args, output, on_device(launch), conv=False)
+
+        if source is None:
+            return prepare(args)
         prepared: dict[tuple[int, ...], Run] = {}
 
         def run(args: Sequence[Any], statistics: Tensor | None) -> Tensor:
@@ -340,11 +361,7 @@ class Launcher:
                 prepared[stride] = prepare(args)
             return prepared[stride](args, statistics)
 
-        def prepare(args: Sequence[Any]) -> Run:
-            launch = self._launch(args, output, numbers)
-            return self.prepare(launch, args, output, on_device(launch), conv=False)
-
-        return run if self.has_conv else prepare(args)  # v is the input
+        return run
 
     def conv(self, args: Sequence[Any], tf32: bool) -> _C.Conv:
         stride, padding, dilation, _ = args[GEOMETRY]

@@ -72,7 +72,7 @@ class _Prepared:
     names: Sequence[str]
     places: Sequence[int]  # of what it reads, but the output's gradient
     has_norm: bool
-    is_pointwise: bool
+    treats_values_alike: bool
     unready: Sequence[int]
     channels: int
     found: Sequence[tuple[int, Tensor, Sequence[int]]]  # place, an empty tensor, size of each gradient
@@ -86,7 +86,7 @@ class _Prepared:
         grad.data_ptr() or fail_as_freed("grad")
         for i in self.unready:
             args[i] = as_vector(args[i], self.channels)
-        if self.is_pointwise and args[0].stride() == grad.stride() and _is_dense(grad):
+        if self.treats_values_alike and args[0].stride() == grad.stride() and _is_dense(grad):
             return args, grad  # in whatever order, as all values are treated alike
         args[0] = args[0].contiguous()
         if self.has_norm:
@@ -246,7 +246,7 @@ class BackwardLauncher:
             [*forward.names, "statistics"],
             places,
             forward.has_norm,
-            forward.is_pointwise and not conv and not grad.is_cuda,
+            forward.treats_values_alike and not conv and not grad.is_cuda,
             forward.unready(args, conv),
             channels,
             found,

@@ -123,7 +123,7 @@ def copy_rate(device: torch.device, threads: int) -> float:
     return 2 * source.nbytes / _fastest_seconds(lambda: target.copy_(source), device)
 
 
-_MOST_SECONDS = 2  # of one product
+_MOST_SECONDS = 0.3  # of one product
 
 
 @cache
@@ -131,14 +131,14 @@ def product_rate(device: torch.device, dtype: torch.dtype, threads: int) -> floa
     """Operations a second, two a product, in a large ``torch.mm``; ``threads`` as in ``copy_rate``.
 
     A CPU without instructions for a half precision is faster in float32, which its convs may use, and ``torch.mm`` takes
-    minutes for a large product: a small one tells.
+    minutes for a large product: a smaller one tells.
     """
     if device.type != "cpu":
         return _rate_of_mm(8192 if dtype != torch.float64 else 2048, device, dtype)
-    n = 2048
     rate = _rate_of_mm(128, device, dtype)
-    if 2 * n**3 < _MOST_SECONDS * rate:
-        rate = max(rate, _rate_of_mm(n, device, dtype))
+    for n in (512, 2048):
+        if 2 * n**3 < _MOST_SECONDS * rate:
+            rate = max(rate, _rate_of_mm(n, device, dtype))
     return max(rate, product_rate(device, torch.float32, threads)) if dtype.itemsize == 2 else rate
 
 

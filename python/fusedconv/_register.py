@@ -7,7 +7,6 @@ private ``_<operator>_backward``; those with a norm have ``_<operator>_with_stat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ._dispatch import (
     unmapped,
     without_autocast,
 )
-from ._launch import ConvRun, Launcher, Run
+from ._launch import Launcher, Run
 from ._register_backward import Backward
 from .chains import (
     CHAINS,
@@ -183,10 +182,8 @@ class Operator:
         args = self.complete(given)
         output = self.example(args, **options)
         precision = options.get("precision")
-        by_pytorch: ConvRun = partial(self.source, precision=precision)
-        if self.has_conv and args[0].is_cpu:
-            by_pytorch = prepared_convolution(args, precision)
-        run: Run = make_run(args, output, lambda args: by_pytorch(self.complete(args)), precision)
+        by_pytorch = prepared_convolution(args, precision) if self.has_conv else None
+        run: Run = make_run(args, output, by_pytorch, precision)
         remember(self.prepared, signature, run)
         return run
 
@@ -218,12 +215,7 @@ class Operator:
         """The reference, computed in float32 or wider and rounded once, like the kernels."""
         compute = compute_dtype(v.dtype)
         own = [a.to(compute) if isinstance(a, Tensor) else a for a in args[self.own]]
-        v = v.to(compute)
-        if v.is_cpu:
-            # PyTorch's group norm loses digits where strides look like channels_last, as one channel's may in spite of
-            # `contiguous`.
-            v = v.reshape(-1).view(v.shape)
-        return self.chain.reference(v, *own).to(dtype)
+        return self.chain.reference(v.to(compute), *own).to(dtype)
 
     def complete(self, given: Sequence[Any]) -> Sequence[Any]:
         return given if len(given) == len(self.defaults) else (*given, *self.defaults[len(given) :])

@@ -60,6 +60,9 @@ def _group_norm(
 ) -> Tensor:
     if norm_weight is None and norm_bias is not None:  # PyTorch's backward fails where a bias stands alone
         norm_weight = torch.ones_like(norm_bias)
+    if v.is_cpu:
+        # It loses digits where strides look like channels_last, as one channel's may in spite of `contiguous`.
+        v = v.reshape(-1).view(v.shape)
     return torch.group_norm(v, num_groups, norm_weight, norm_bias, eps)
 
 
@@ -190,6 +193,14 @@ def output_size(size: int, kernel: int, step: int, before: int, gap: int) -> int
     return (size + 2 * before - gap * (kernel - 1) - 1) // step + 1
 
 
+def output_sides(
+    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, int]:
+    """Rows and columns of the output."""
+    rows, columns = map(output_size, input.shape[2:], weight.shape[2:], stride, padding, dilation)
+    return rows, columns
+
+
 # Of a stride, a padding or a dilation: beyond, sizes and places might not fit in 64 bits, ours or oneDNN's.
 _MOST_STEP = 2**31 - 1
 
@@ -277,7 +288,7 @@ def check_conv(
             _must(
                 some, f"input must have a height and a width of at least 1, but has shape {list(input.shape)}"
             )
-    return n, out_channels, spare_h // stride[0] + 1, spare_w // stride[1] + 1
+    return n, out_channels, *output_sides(input, weight, stride, padding, dilation)
 
 
 # A chain's own arguments, by name: check(name, value, shape of the conv's output, input).

@@ -51,7 +51,7 @@ def set_float32_precision(precision: str) -> None:
     - ``"ieee"``: exact, whoever runs the conv.
     - ``"tf32"``: one product of TF32 precision (where the machine has it), whoever runs the conv.
 
-    PyTorch's flags are neither changed nor, but for ``"default"``, read.
+    PyTorch's flags are never changed.
 
     Raises:
         ValueError: for any other value.
