@@ -1,7 +1,7 @@
 """Breaks the code on purpose, one place at a time, and looks whether a test notices.
 
-    python tests/mutations.py             all mutations; writes tests/MUTATIONS.md if every one is noticed
-    python tests/mutations.py 8 relu      only those of row 8 and those whose description holds "relu"
+    python tests/mutations.py             all mutations; writes tests/MUTATIONS.md
+    python tests/mutations.py 8 relu      only those of row 8 and those whose description holds "relu"; the other lines stay
 
 Works on a copy of the checkout in a temporary folder; fusedconv must not be installed in editable mode. Needs what
 a build without isolation needs: scikit-build-core, pybind11, cmake and ninja.
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "tests" / "MUTATIONS.md"
 CPU, CORE, CUDA, PYTHON = "csrc/cpu/", "csrc/core/", "csrc/cuda/", "python/fusedconv/"
 
 
@@ -251,15 +252,18 @@ MUTATIONS = (
     Mutation("backward", "the padding has a gradient", CPU + "conv_gradients.cpp",
              "(r - row) * pitch_ + padding[1],", "(r - row) * pitch_,", "tests/test_cpu_conv_backward.py -k random"),
     Mutation("backward", "a half-precision weight's gradient is left to oneDNN", PYTHON + "_conv.py",
-             "(of_weight or fails_in_half(input, weight, *steps))", "fails_in_half(input, weight, *steps)",
+             "(of_weight or fails or _fails_in_half(input, weight, geometry))",
+             "(fails or _fails_in_half(input, weight, geometry))",
              "tests/test_layouts.py -k not_asked"),
     Mutation("backward", "half-precision convs that oneDNN fails in are left to it", PYTHON + "_conv.py",
-             "of_weight or fails_in_half(input, weight, *steps)", "of_weight",
+             "(of_weight or fails or _fails_in_half(input, weight, geometry))", "of_weight",
              "tests/test_layouts.py -k not_asked"),
     Mutation("backward", "a gradient whose taps meet nothing but padding is left to oneDNN", PYTHON + "_conv.py",
-             "if has_idle_window or has_idle_tap:", "if has_idle_window:", "tests/test_layouts.py -k not_asked"),
+             "not cut.is_whole", "not cut.keeps_windows", "tests/test_layouts.py -k not_asked"),
     Mutation("backward", "the gradient of few channels' strided 1x1 weight is left to oneDNN", PYTHON + "_conv.py",
-             "return input.shape[1] < _BLOCK and", "return False and", "tests/test_layouts.py -k not_asked"),
+             "return channels < _BLOCK and", "return False and", "tests/test_layouts.py -k not_asked"),
+    Mutation("backward", "that of a conv which is one once what meets nothing is cut off", PYTHON + "_conv.py",
+             " or _is_narrow(channels, cut.kernel, cut.geometry)", "", "tests/test_layouts.py -k not_asked"),
     Mutation("backward", "PyTorch's flags reach an exact conv on the CPU", PYTHON + "_conv.py",
              'exact = precision == "ieee" or input.dtype is not dtype', "exact = input.dtype is not dtype",
              "tests/test_numerics.py -k switch"),
@@ -275,14 +279,14 @@ MUTATIONS = (
     Mutation("backward", "a conv's gradients in half precision are a twentieth too large", PYTHON + "_conv.py",
              "gradient.to(grad.dtype) for gradient", "(gradient * 1.05).to(grad.dtype) for gradient",
              "tests/test_fuzz.py -k mean"),
-    Mutation("backward", "one channel's map looks like channels_last to PyTorch's norm", PYTHON + "_register.py",
+    Mutation("backward", "one channel's map looks like channels_last to PyTorch's norm", PYTHON + "chains.py",
              "v = v.reshape(-1).view(v.shape)", "v = v.contiguous()", "tests/test_fuzz.py -k failed_once"),
     Mutation("sizes", "the memory of all threads is multiplied unchecked", CPU + "schedule.h",
              "(Checked(scratch_elements_) + tile_elements_, plan_.threads)",
              "(plan_.threads * (scratch_elements_ + tile_elements_))", "tests/test_cpu_paths.py -k many_threads"),
     Mutation("bits", "the batch decides who runs the conv", PYTHON + "_launch.py",
-             "values = math.prod(input.shape[1:]) + weight.shape[0] * math.prod(_outputs(args))\n",
-             "values = math.prod(input.shape) + weight.shape[0] * math.prod(_outputs(args))\n",
+             "return bool(math.prod(input.shape[1:]) + outputs > _FEW_VALUES)",
+             "return bool(math.prod(input.shape) + outputs > _FEW_VALUES)",
              "tests/test_cpu_paths.py -k width_decides"),
     Mutation("bounds", "the input is read past its end", CPU + "conv_source.cpp",
              "return has_packed_layout() && end <= vertical_.size * this->pitch;", "return has_packed_layout();",
@@ -294,6 +298,8 @@ MUTATIONS = (
              "return parts <= most && ", "return ", "tests/test_tensor_plan.py -k convs"),
     Mutation("sizes", "memory follows from the padding where our conv is asked for", CUDA + "conv_plan.cpp",
              "!(was_asked && packed <= kLittle)", "!was_asked", "tests/test_tensor_plan.py -k convs"),
+    Mutation("sizes", "each row of a filter that reaches far packs what it reaches", CPU + "conv_source.h",
+             "has_packed_layout() ? 1 : larger(1, vertical_.reach())", "1", "tests/test_tensor_plan.py -k cpu"),
     Mutation("sizes", "a plan looks at as many groups as there are", CUDA + "tensor_plan.h",
              "groups <= std::min(shape.groups, most / of_group)", "groups <= shape.groups", "tests/test_tensor_plan.py -k tensors"),
     Mutation("packaging", "links OpenMP", "CMakeLists.txt",
@@ -397,11 +403,17 @@ def table(found: list[tuple[Mutation, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def tests_before() -> dict[str, str]:
+    """Of each mutation in the table, by what it does, the failing test."""
+    rows = [line.split(" | ") for line in TABLE.read_text().splitlines() if line.endswith("` |")]
+    return {what: test.strip("`| ") for _, what, _, test in rows}
+
+
 def main(words: list[str]) -> int:
     chosen = [
         m for m in MUTATIONS if not words or any(w == m.rows or (len(w) > 2 and w in m.what) for w in words)
     ]
-    found: list[tuple[Mutation, str]] = []
+    found: dict[str, str] = {}
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
@@ -420,11 +432,11 @@ def main(words: list[str]) -> int:
                 flush=True,
             )
             if test:
-                found.append((mutation, test))
+                found[mutation.what] = test
             else:
                 wrong += 1
-    if not wrong and not words:
-        (ROOT / "tests" / "MUTATIONS.md").write_text(table(found))
+    tests = (tests_before() if words else {}) | found
+    TABLE.write_text(table([(m, tests[m.what]) for m in MUTATIONS if m.what in tests]))
     print(f"{len(found)} noticed, {wrong} not")
     return 1 if wrong else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -315,6 +316,17 @@ def test_the_rate_is_of_the_dtype_that_the_conv_has() -> None:
         x = torch.rand(1, 16, rows, 9, dtype=torch.bfloat16)
         explanation = fusedconv.explain(FF.conv2d_relu_hardswish, x, conv.weight, conv.bias, padding=1)
         assert explanation.product_dtype == dtype
+
+
+def test_the_rate_is_of_the_dtype_that_exactness_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where PyTorch's flags would round, a conv of float32 is computed in float64 (test_numerics.py)."""
+    monkeypatch.setattr("fusedconv._conv._rounds_on_cpu", lambda *_: True)
+    conv = torch.nn.Conv2d(16, 32, 3, groups=2)
+    call = functools.partial(
+        fusedconv.explain, FF.conv2d_relu_hardswish, torch.rand(1, 16, 9, 9), conv.weight, groups=2
+    )
+    assert call(precision="ieee").product_dtype == torch.float64
+    assert call(precision="default").product_dtype == torch.float32
 
 
 def test_the_floor_leaves_the_program_alone() -> None:

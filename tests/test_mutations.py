@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mutations import MUTATIONS, ROOT, Mutation
+from mutations import MUTATIONS, ROOT, TABLE, Mutation, tests_before
 
 
 @pytest.mark.skipif(not (ROOT / "csrc" / "cpu").is_dir(), reason="the repository is not here")
@@ -12,3 +12,7 @@ from mutations import MUTATIONS, ROOT, Mutation
 def test_the_code_to_be_changed_is_there_once(mutation: Mutation) -> None:
     assert (ROOT / mutation.file).read_text().count(mutation.old) == 1
     assert mutation.new != mutation.old
+
+
+def test_the_table_has_all_of_them() -> None:
+    assert list(tests_before()) == [m.what for m in MUTATIONS]
