@@ -38,8 +38,10 @@ def groups_of(channels: int) -> int:
     return next(g for g in (8, 4, 2, 1) if channels % g == 0 and (channels > g or g == 1))
 
 
-def calls(shape: dict[str, int], layout: torch.memory_format) -> Iterator[tuple[str, Call, Call, Call]]:
-    """Of each chain: its name, ours, eager, and eager in float64."""
+def drawn(
+    shape: dict[str, int], layout: torch.memory_format
+) -> tuple[tuple[Tensor, ...], dict[str, Any], int]:
+    """Input, weight, bias, and a norm's weight and bias; the conv's geometry; groups of a norm."""
     channels = shape["out_channels"]
     x = torch.randn(shape["batch"], shape["in_channels"], shape["height"], shape["width"])
     weight = torch.randn(
@@ -51,9 +53,13 @@ def calls(shape: dict[str, int], layout: torch.memory_format) -> Iterator[tuple[
         name: (shape[f"{name}_h"], shape[f"{name}_w"]) for name in ("stride", "padding", "dilation")
     }
     conv["groups"] = shape["groups"]
-    groups = groups_of(channels)
+    return (x, weight, bias, gamma, beta), conv, groups_of(channels)
 
-    tensors = x, weight, bias, gamma, beta
+
+def calls(shape: dict[str, int], layout: torch.memory_format) -> Iterator[tuple[str, Call, Call, Call]]:
+    """Of each chain: its name, ours, eager, and eager in float64."""
+    tensors, conv, groups = drawn(shape, layout)
+    x, weight, bias, gamma, beta = tensors
     wide = [tensor.double().contiguous() for tensor in tensors]
 
     def relu_hardswish(x: Tensor, weight: Tensor, bias: Tensor, *_: Tensor) -> Tensor:
@@ -107,8 +113,9 @@ def compare(
     return {**medians, "over_eager": medians["eager"] / medians["ours"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parsed(description: str | None) -> tuple[argparse.Namespace, list[dict[str, int]]]:
+    """The command line, and the shapes that it asks for."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("shapes", type=Path)
     parser.add_argument("--most", type=float, default=5.0, help="of eager's milliseconds")
     parser.add_argument("--part", default="0/1", help="K/N: every N-th shape from the K-th on")
@@ -117,13 +124,17 @@ def main() -> None:
     first, step = map(int, given.part.split("/"))
     with given.shapes.open() as file:
         table = [{k: int(v) for k, v in row.items() if k != "model"} for row in csv.DictReader(file)]
+    return given, table[first::step]
 
+
+def main() -> None:
+    given, table = parsed(__doc__)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     order = random.Random(0)
     found: list[dict[str, Any]] = []
     with torch.no_grad():
-        for shape in track(table[first::step], "convs"):
+        for shape in track(table, "convs"):
             for layout, memory_format in LAYOUTS.items():
                 for chain, ours, eager, reference in calls(shape, memory_format):
                     times = compare(ours, eager, reference, given.most / 1e3, order)

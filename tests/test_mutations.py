@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mutations import MUTATIONS, ROOT, TABLE, Mutation, tests_before
+from mutations import MUTATIONS, ROOT, Mutation, tests_before
 
 
 @pytest.mark.skipif(not (ROOT / "csrc" / "cpu").is_dir(), reason="the repository is not here")
