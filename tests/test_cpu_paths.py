@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import fusedconv
 import fusedconv.functional as FF
-from chains_table import BY_NAME
+from chains_table import BY_NAME, ROWS, Row
 from child import Child
 from cuda_conv import Call
 from extremes import bounded, run
@@ -133,6 +134,46 @@ def test_memory_that_cannot_be_had_is_an_error_that_says_how_much() -> None:
     assert text == f"fusedconv: cannot allocate {2**43 * 4 * 8} bytes of working memory"
 
 
+# Maps without memory, and a pool as large as its map.
+TOO_LARGE = """
+import torch
+import fusedconv.functional as FF
+
+
+def pooled(dtype, *size):
+    x = torch.ones((), dtype=dtype).expand(1, 1, *size)
+    FF.group_norm_scale_max_pool_clamp(x, 1, None, None, 1e-5, torch.ones(()), size)
+    weight = torch.ones(1, 1, 1, 1, dtype=dtype)
+    FF.conv2d_group_norm_scale_max_pool_clamp(x, weight, None, 1, None, None, 1e-5, torch.ones(()), size)
+
+
+def summed(*size):
+    FF.group_norm_tanh_hardswish_logsumexp(torch.ones(()).expand(1, *size), 1)
+
+
+for call, *arguments in (
+    (pooled, torch.float32, 2**32, 2**30),
+    (pooled, torch.float32, 2**61, 1),
+    (pooled, torch.float32, 1, 2**62),
+    (pooled, torch.float64, 2**31, 2**30),
+    (pooled, torch.float64, 2**61, 1),
+    (summed, 2**62, 1, 1),
+    (summed, 2**58, 1, 8),
+):
+    try:
+        call(*arguments)
+    except RuntimeError as error:
+        assert "fusedconv: a size is too large: " in str(error), error
+    else:
+        raise AssertionError(arguments)
+"""
+
+
+def test_sizes_whose_products_no_number_holds() -> None:
+    """In a process of its own: a product wrapped to zero, and dividing by it ended the process."""
+    new_process(TOO_LARGE)
+
+
 MANY_THREADS = """
 import torch
 import fusedconv.functional as FF
@@ -150,6 +191,68 @@ except RuntimeError as error:
 def test_memory_of_many_threads_that_no_number_holds() -> None:
     """In a process of its own: it crashed."""
     new_process(MANY_THREADS)
+
+
+# malloc fills its memory with 3.4e38 here (glibc's `perturb`): a lane that computes with it overflows, and a flag tells.
+OLD_MEMORY = """
+import ctypes, sys
+import torch
+from chains_table import BY_NAME, draw_own, generator
+
+torch.set_num_threads(1)
+libm = ctypes.CDLL("libm.so.6")
+OVERFLOW = 8
+row = BY_NAME[sys.argv[1]]
+gen = generator(0)
+
+
+def check(what, call):
+    for _ in range(2):
+        libm.feclearexcept(OVERFLOW)
+        call()
+        assert not libm.fetestexcept(OVERFLOW), what
+
+
+def check_with_gradients(what, op, x):
+    with torch.no_grad():
+        check(what, lambda: op(x))
+    y = op(x.requires_grad_())
+    grad = torch.randn(y.shape, generator=gen).to(y.dtype)
+    check(f"backward of {what}", lambda: torch.autograd.grad(op(x), x, grad))
+
+
+for layout in (torch.contiguous_format, torch.channels_last):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for size, channels, kernel, geometry in (
+            ((1, 28, 1, 1), 112, 1, {}),
+            ((1, 4, 4, 4), 8, 3, {"padding": 1}),
+            ((1, 16, 7, 7), 32, 3, {"padding": 1, "stride": 2}),
+            ((2, 4, 33, 17), 8, 3, {}),
+            ((2, 4, 33, 17), 8, 3, {"padding": 1}),
+            ((1, 8, 64, 64), 16, 3, {"padding": 1}),
+        ):
+            x = torch.randn(size, generator=gen).to(dtype).contiguous(memory_format=layout)
+            pool = {"pool_size": (1, 1) if size[2] == 1 else (2, 2)}
+            own = draw_own(row, size[1], gen, dtype=dtype, **pool)
+            check_with_gradients(f"{layout} {dtype} {size}", lambda x: row.chain_op(x, own), x.clone())
+            if row.module:
+                weight = torch.randn(channels, size[1], kernel, kernel, generator=gen).to(dtype) / 8
+                own = draw_own(row, channels, gen, dtype=dtype, **pool)
+                check_with_gradients(
+                    f"{layout} {dtype} {size} -> {channels}",
+                    lambda x: row.conv_op(x, weight, None, own, **geometry), x.clone(),
+                )
+print("untouched")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc")
+@pytest.mark.parametrize("isa", _C.cpu_isas())
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
+def test_no_lane_computes_with_what_stood_in_memory(row: Row, isa: str) -> None:
+    """Idle lanes hurt nobody's values, but those of integers and pointers are denormal numbers: a stall by chance."""
+    environment = {"GLIBC_TUNABLES": "glibc.malloc.perturb=128", "FUSEDCONV_CPU_ISA": isa}
+    assert "untouched" in new_process(OLD_MEMORY, row.chain, environment=environment)
 
 
 # ---- sums of large terms ----

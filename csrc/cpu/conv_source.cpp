@@ -123,6 +123,9 @@ void ConvSource<T>::pack(const Place& place, T* packed) const {
       }
     }
   }
+  // Behind the last plane, which the last vectors read.
+  T* tail = packed + (in_channels_ - 1) * packed_channel_;
+  for (int64_t i = 0; i < h.reach() + kLanes<T>; ++i) tail[i] = T(0);
 }
 
 // Of a packed row, in all channels.

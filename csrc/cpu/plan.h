@@ -36,18 +36,17 @@ template <class Chain, class T>
 int64_t channels_of_unit(const Source<T>& source, int64_t group_channels, const Tensor& output) {
   const bool channels_last = output.stride[3] != 1;  // then a unit writes whole pixels
   if (Chain::Reduce::kReducesChannels || (Chain::kNeedsStatistics && channels_last)) return source.channels;
-  const int64_t row_bytes = source.pitch * int64_t(sizeof(T));
+  const int64_t kept_rows = Chain::kNeedsStatistics ? source.rows : 1;
+  const int64_t bytes = (Checked(kept_rows) * source.pitch * int64_t(sizeof(T))).value();
   const int64_t step = least_common_multiple(group_channels, kBlockChannels);
-  const int64_t fitting =
-      larger(source.channels_for_pack(),
-             kUnitBytes / (Chain::kNeedsStatistics ? source.rows * row_bytes : row_bytes));
+  const int64_t fitting = larger(source.channels_for_pack(), kUnitBytes / bytes);
   return smaller(source.channels, larger(step, smaller(fitting, kUnitChannels) / step * step));
 }
 
 template <class T>
 int64_t rows_of_tile(const Source<T>& source, int64_t unit_channels, int64_t units_per_sample,
                      int64_t row_multiple) {
-  const int64_t row_bytes = unit_channels * source.pitch * int64_t(sizeof(T));
+  const int64_t row_bytes = (Checked(unit_channels) * source.pitch * int64_t(sizeof(T))).value();
   const int64_t least = larger(ceil_div(kLeastPixels, source.pitch), source.least_rows());
   int64_t rows = larger(least, smaller(kTileBytes / row_bytes, kTilePixels / source.pitch));
   if (units_per_sample < kSampleTiles) rows = smaller(rows, larger(source.rows / kSampleTiles, least));

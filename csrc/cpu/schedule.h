@@ -109,9 +109,19 @@ class Schedule {
     return {tile.data + c * plane_, plane_, tile.pitch};
   }
 
+  // A vector behind the last row of each channel, which whoever takes rows as one run reads: see Tile. Behind
+  // a whole plane the next channel's stands, but for the last one's.
+  void clear_ends(const Place& part, const Tile<T>& tile) const {
+    const int64_t end = round_up(part.rows * tile.pitch, kLanes<T>);
+    for (int64_t c = end < tile.plane ? 0 : part.channels - 1; c < part.channels; ++c) {
+      store(tile.data + c * tile.plane + end, Vector<T>{});
+    }
+  }
+
   // Leaves in the tile what is kept: v, or Pre(v).
   void fill(const Place& part, const Tile<T>& tile, const T* scratch) const {
     source_.load(part, tile, scratch + row_elements_);
+    clear_ends(part, tile);
     if constexpr (!Chain::kKeepsConv) {
       for (int64_t c = 0; c < part.channels; ++c) {
         const Channel<T> channel = channels_[part.channel + c];

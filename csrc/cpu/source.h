@@ -2,16 +2,16 @@
 // the tile: some channels of some output rows of one sample, in the compute type, pixels side by side.
 #pragma once
 
+#include "../core/checked.h"
 #include "../core/problem.h"
 #include "vector_math.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-FUSEDCONV_INLINE int64_t round_up(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
-FUSEDCONV_INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+// Of sizes, which are not negative and may be as large as a number can be.
+FUSEDCONV_INLINE int64_t ceil_div(int64_t n, int64_t d) { return n / d + int64_t(n % d != 0); }
+FUSEDCONV_INLINE int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
 FUSEDCONV_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 FUSEDCONV_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -25,7 +25,9 @@ struct Place {
 };
 
 // Pixel (c, r, w) of a tile is data[c * plane + r * pitch + w], w < cols. What stands between cols and pitch,
-// and from the last row to plane, is memory that may be read and written, of no meaning.
+// and from the last row to plane, is memory that may be read and written, of no meaning. Where whole vectors
+// are read it holds numbers all the same, not what happened to be there: denormal numbers, as which pointers
+// and integers are read, take some processors a hundred times as long.
 template <class T>
 struct Tile {
   T* data;
@@ -49,7 +51,9 @@ class Source {
   const int64_t pitch;  // of its tiles
 
   // An odd number of vectors, so that the same pixel of many channels does not fall on few sets of the cache.
-  int64_t plane(int64_t tile_rows) const { return (ceil_div(tile_rows * pitch, kLanes<T>) | 1) * kLanes<T>; }
+  int64_t plane(int64_t tile_rows) const {
+    return (Checked(divide_up(Checked(tile_rows) * pitch, kLanes<T>).value() | 1) * kLanes<T>).value();
+  }
 
   // Says, before the first load, how many rows a tile has at most; gives the scratch elements that pack and
   // load need.
