@@ -352,6 +352,8 @@ ASKED: dict[str, Sequence[torch.dtype | None]] = {
     "taps of padding": (torch.float32, torch.float32),
     "narrow pixels with a stride": (torch.half, None),
     "one tap that meets the map, with a stride": (torch.float32, None),
+    "windows and taps that are far apart": (None, None),
+    "the same without padding": (None, None),
 }
 
 
@@ -378,3 +380,49 @@ def test_what_pytorch_fails_in_is_not_asked_of_it(dtype: torch.dtype, case: str)
             dtype,
             *[dtype if asked else None for asked in mask],
         ]
+
+
+@half_convs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nor_where_autograd_differentiates_it(dtype: torch.dtype, case: str) -> None:
+    """Under torch.func, and in double backward, autograd finds gradients of the conv by itself."""
+    size, kernel, groups, *geometry = HALF_CONVS[case]
+    x, weight = torch.randn(size).to(dtype), torch.randn(kernel).to(dtype)
+    allowed = set(ASKED[case][1:]) - {None}
+
+    def total(weight: Tensor) -> Tensor:
+        call = torch.ops.fusedconv.conv2d_relu_hardswish
+        y: Tensor = call(x, weight, None, *geometry, groups)
+        return y.square().sum()
+
+    with _ConvDtypes() as asked:
+        torch.func.grad(total)(weight)
+    assert set(asked.seen) == allowed
+
+    weight.requires_grad_()
+    (grad,) = torch.autograd.grad(total(weight), weight, create_graph=True)
+    with _ConvDtypes() as asked:
+        grad.square().sum().backward()  # type: ignore[no-untyped-call]
+    assert set(asked.seen) == allowed
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
+def test_gradients_of_groups_in_float64_of_any_strides(order: tuple[int, int, int]) -> None:
+    """PyTorch's are wrong for some of them. ``order``: of channels, rows and columns in memory."""
+    sizes = 4, 9, 3
+    x = torch.randn([sizes[i] for i in order], dtype=torch.float64)
+    x = x.permute([order.index(i) for i in range(3)])[None]
+    weight = torch.randn(4, 2, 3, 3, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    for geometry in (((1, 1), (1, 1), (1, 1)), ((10, 1), (9, 0), (9, 1))):
+        y = convolution(x, weight, None, *geometry, 2, precision=None)
+        grad = torch.randn_like(y)
+        found = convolution_backward(grad, x, weight, *geometry, 2, precision=None, mask=[True, True, True])
+        for half in range(2):
+            of = slice(2 * half, 2 * half + 2)
+            parts = [t.contiguous().requires_grad_() for t in (x[:, of], weight[of])]
+            expected = torch.conv2d(*parts, None, *geometry)
+            torch.testing.assert_close(y[:, of], expected, rtol=1e-12, atol=1e-12)
+            right = torch.autograd.grad(expected, parts, grad[:, of].contiguous())
+            of_x, of_weight, _ = cast(list[Tensor], found)
+            for ours, exact in zip((of_x[:, of], of_weight[of]), right, strict=True):
+                torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)

@@ -50,10 +50,13 @@ def convolution(
     groups: int,
     *,
     precision: str | None,
+    differentiable: bool = False,
 ) -> Tensor:
-    """``torch.conv2d``; ``"ieee"`` and ``"tf32"`` decide about precision instead of PyTorch's flags."""
+    """``torch.conv2d``; ``"ieee"`` and ``"tf32"`` decide about precision instead of PyTorch's flags. ``differentiable``:
+    autograd finds gradients of it by itself, not by `convolution_backward`."""
     precision = precision or get_float32_precision()
-    conv, dtype = choose(input, weight, (stride, padding, dilation, groups), precision)
+    sought = Sought.DIFFERENTIABLE if differentiable else Sought.OUTPUT
+    conv, dtype = choose(input, weight, (stride, padding, dilation, groups), precision, sought)
     bias = None if bias is None else bias.to(dtype)
     return conv.output(input.to(dtype), weight.to(dtype), bias).to(input.dtype)
 
@@ -85,8 +88,10 @@ def convolution_backward(
     *,
     precision: str | None,
     mask: Sequence[bool],
+    differentiable: bool = False,
 ) -> list[Tensor | None]:
-    """Gradients of input, weight and bias; None where ``mask`` says that nobody asks for it.
+    """Gradients of input, weight and bias; None where ``mask`` says that nobody asks for it. ``differentiable``: as for
+    `convolution`.
 
     ``aten::convolution_backward`` takes no ``allow_tf32``. Where PyTorch's flags would round against ``"ieee"``, it runs
     in float64: products of TF32 parts would be exact too, but not their sums, which the tensor cores cut off.
@@ -100,9 +105,8 @@ def convolution_backward(
         found = conv.gradients(grad.to(dtype), input.to(dtype), weight.to(dtype), mask)
         return [None if gradient is None else gradient.to(grad.dtype) for gradient in found]
 
-    of_input, of_weight = (
-        choose(input, weight, geometry, precision, sought) for sought in (Sought.OF_INPUT, Sought.OF_WEIGHT)
-    )
+    sought = [Sought.DIFFERENTIABLE] * 2 if differentiable else [Sought.OF_INPUT, Sought.OF_WEIGHT]
+    of_input, of_weight = (choose(input, weight, geometry, precision, each) for each in sought)
     if not any(mask[1:]):
         return gradients(of_input, mask)
     if not mask[0] or of_input == of_weight:  # oneDNN finds the bias's with the weight's
@@ -119,6 +123,7 @@ class _ByPyTorch:
     precision: str
 
     def output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        input, weight = self._ordered(input, weight)
         if self.precision == "default":
             return torch.conv2d(input, weight, bias, *self.geometry)
         cudnn = torch.backends.cudnn
@@ -134,10 +139,18 @@ class _ByPyTorch:
         self, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         *steps, groups = self.geometry
+        grad, input, weight = self._ordered(grad, input, weight)
         found: Sequence[Tensor | None] = _aten.convolution_backward.default(
             grad, input, weight, [weight.shape[0]], *steps, False, [0, 0], groups, mask
         )
         return found
+
+    def _ordered(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """On the CPU, PyTorch's gradient of a weight of groups is wrong in float64 for strides that look like
+        channels_last."""
+        if self.geometry[3] == 1 or tensors[0].dtype is not torch.float64 or not tensors[0].is_cpu:
+            return tensors
+        return [tensor.contiguous() for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -173,6 +186,9 @@ class Sought(Enum):
     OUTPUT = auto()
     OF_INPUT = auto()  # gradients
     OF_WEIGHT = auto()
+    DIFFERENTIABLE = (
+        auto()
+    )  # any of these, of which autograd finds gradients by itself: all that holds for a weight's
 
 
 # oneDNN's own switch, read by it once. PyTorch's are behind its flags.
@@ -188,38 +204,41 @@ def choose(
     On the CPU a weight's gradient in half precision is found in float32: oneDNN's reads beyond its tensors for some
     geometries, depthwise ones and maps of two columns among them. No flag may round what we widened.
     """
-    pytorch, dtype = _ByPyTorch(geometry, precision), input.dtype
+    conv: Conv = _ByPyTorch(geometry, precision)
+    dtype = input.dtype
     if not input.is_cpu:
         exact = precision == "ieee" and dtype is torch.float32 and input.is_cuda
         rounds = exact and _rounds_on_cuda(input, weight, geometry, sought)
-        return pytorch, torch.float64 if rounds else dtype
-    cut, of_weight = Cut.of(input, weight, *geometry), sought is Sought.OF_WEIGHT
+        return conv, torch.float64 if rounds else dtype
+
+    cut, of_weight = Cut.of(input, weight, *geometry), sought in (Sought.OF_WEIGHT, Sought.DIFFERENTIABLE)
     fails = _fails(cut, input, geometry)
     if dtype.itemsize == 2 and (of_weight or fails or _fails_in_half(input, weight, geometry)):
         dtype = torch.float32
+    if of_weight and dtype is torch.float32 and _is_narrow(cut, input, weight, geometry):
+        conv = ByPieces.of(input, weight, *geometry)
+    elif fails:
+        cuts = cut.has_windows and not cut.is_far and cut.is_small(input, weight)
+        conv = (
+            _OfACut(cut, _ByPyTorch(cut.geometry, precision))
+            if cuts
+            else ByPieces.of(input, weight, *geometry)
+        )
     exact = precision == "ieee" or input.dtype is not dtype
-    if exact and dtype is torch.float32 and _rounds_on_cpu(input, weight, geometry):
+    if exact and dtype is torch.float32 and _rounds_on_cpu(conv, input, weight, geometry):
         takes_long = geometry[3] > 1  # PyTorch's conv of float64 does for each group
         if fails or takes_long:
-            return ByPieces.of(input, weight, *geometry), torch.float64
-        return pytorch, torch.float64
-    if of_weight and dtype is torch.float32:
-        channels, kernel = input.shape[1], weight.shape[2:]
-        if _is_narrow(channels, kernel, geometry) or _is_narrow(channels, cut.kernel, cut.geometry):
-            return ByPieces.of(input, weight, *geometry), dtype
-    if not fails:
-        return pytorch, dtype
-    if cut.has_windows and cut.is_small(input, weight):
-        return _OfACut(cut, _ByPyTorch(cut.geometry, precision)), dtype
-    return ByPieces.of(input, weight, *geometry), dtype
+            conv = ByPieces.of(input, weight, *geometry)
+        dtype = torch.float64
+    return conv, dtype
 
 
 def _fails(cut: Cut, input: Tensor, geometry: Geometry) -> bool:
-    """Whether a window or a tap meets nothing but padding. There oneDNN's kernels of torch 2.13, in float32 too, read
-    beyond their tables, write beyond their memory, or count in 32 bits what does not fit."""
+    """Whether a window or a tap meets nothing but padding, or both are far apart. There oneDNN's kernels of torch 2.13,
+    in float32 too, read beyond their tables, write beyond their memory, or count in 32 bits what does not fit."""
     stride, _, dilation, _ = geometry
     sides = zip(input.shape[2:], stride, dilation, strict=True)
-    return not cut.is_whole or any(step > size or gap > size for size, step, gap in sides)
+    return not cut.is_whole or cut.is_far or any(step > size or gap > size for size, step, gap in sides)
 
 
 def _fails_in_half(input: Tensor, weight: Tensor, geometry: Geometry) -> bool:
@@ -228,24 +247,26 @@ def _fails_in_half(input: Tensor, weight: Tensor, geometry: Geometry) -> bool:
     return 1 in (*input.shape[2:], *output_sides(input, weight, *geometry[:3]))
 
 
-def _is_narrow(channels: int, kernel: Sequence[int], geometry: Geometry) -> bool:
+def _is_narrow(cut: Cut, input: Tensor, weight: Tensor, geometry: Geometry) -> bool:
     """Whether oneDNN's gradient of a 1x1 weight writes beyond its memory: with strides, it packs the pixels of less
-    channels than a block as if there were a block of them (oneDNN 3.12, its issue 6035)."""
-    return channels < _BLOCK and tuple(kernel) == (1, 1) and max(geometry[0]) > 1
+    channels than a block as if there were a block of them (oneDNN 3.12, its issue 6035). Also where a cut leaves one
+    tap."""
+    convs = (weight.shape[2:], geometry[0]), (cut.kernel, cut.geometry[0])
+    return input.shape[1] < _BLOCK and any(tuple(k) == (1, 1) and max(stride) > 1 for k, stride in convs)
 
 
-def _rounds_on_cpu(input: Tensor, weight: Tensor, geometry: Geometry) -> bool:
+def _rounds_on_cpu(conv: Conv, input: Tensor, weight: Tensor, geometry: Geometry) -> bool:
     """Whether products in float32 may be rounded on machines that are faster then."""
     if _FPMATH.lower() not in ("", "strict"):
         return True
-    conv, matmul = _may_round("mkldnn", "conv"), _may_round("mkldnn", "matmul")
-    if conv == matmul:
-        return conv
+    of_convs, of_products = _may_round("mkldnn", "conv"), _may_round("mkldnn", "matmul")
+    if isinstance(conv, ByPieces) or of_convs == of_products:
+        return of_products
     *steps, groups = geometry
     backend = torch._C._select_conv_backend(
         _like_in_float32(input), _like_in_float32(weight), None, *steps, False, [0, 0], groups
     )
-    return conv if backend.name.startswith("Mkldnn") else matmul
+    return of_convs if backend.name.startswith("Mkldnn") else of_products
 
 
 def _like_in_float32(tensor: Tensor) -> Tensor:

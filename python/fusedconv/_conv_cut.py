@@ -17,6 +17,7 @@ from .chains import Geometry, output_size
 # Times input and output of a sample; beyond, only pieces are bounded in memory. Of few values it may be more.
 _MOST_PADDED = 4
 _FEW_PADDED = 2**16
+_FAR = 256
 
 _Ends = tuple[int, int]
 
@@ -85,6 +86,12 @@ class Cut:
     @property
     def has_windows(self) -> bool:
         return all(side.output > 0 and side.kernel > 0 for side in (self.rows, self.columns))
+
+    @property
+    def is_far(self) -> bool:
+        """Whether both windows and taps are far apart. Where both are by 4,096, oneDNN's conv in AVX-512 writes beyond
+        its memory; where they are by 500, it was not seen to."""
+        return any(min(side.stride, side.dilation) > _FAR for side in (self.rows, self.columns))
 
     def is_small(self, input: Tensor, weight: Tensor) -> bool:
         channels, *sides = input.shape[1:]

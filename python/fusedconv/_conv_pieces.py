@@ -37,9 +37,7 @@ class ByPieces:
 
     def output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x, w = _grouped(input, 1, self.groups), _grouped(weight, 0, self.groups)
-        # nothing of both, as torch.func.vmap may map either
-        nothing = torch.einsum("goi,ngi->ngo", w[..., :0, 0, 0], x[..., :0, 0, 0])
-        y = nothing.new_zeros(*nothing.shape, *self.sides)
+        y = _zeros((x.shape[0], *w.shape[:2], *self.sides), x, w)
         for piece in self.pieces:
             y[piece.of_output] += torch.einsum(self.formula("wx->y"), w[piece.of_kernel], x[piece.of_input])
         y = y.flatten(1, 2)
@@ -50,8 +48,8 @@ class ByPieces:
     ) -> Sequence[Tensor | None]:
         x, w = _grouped(input, 1, self.groups), _grouped(weight, 0, self.groups)
         g = _grouped(grad, 1, self.groups)
-        of_x = x.new_zeros(x.shape) if mask[0] else None
-        of_w = w.new_zeros(w.shape) if mask[1] else None
+        of_x = _zeros(x.shape, g, w) if mask[0] else None
+        of_w = _zeros(w.shape, g, x) if mask[1] else None
         for piece in self.pieces:
             of_y = g[piece.of_output]
             if of_x is not None:
@@ -82,6 +80,12 @@ def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
     """Its channels, which stand at ``dim``, as groups and the channels of a group."""
     shape = tensor.shape
     return tensor.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
+
+
+def _zeros(shape: Sequence[int], *sources: Tensor) -> Tensor:
+    """For what is computed of the sources: torch.func maps or follows it if it does one of them."""
+    nothing = torch.stack([source.flatten()[:0].sum() for source in sources]).sum()
+    return nothing.new_zeros(shape)
 
 
 _Index = tuple[Any, ...]

@@ -138,12 +138,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, options = tree_map_only(Tensor, self._fake.from_tensor, (args, kwargs or {}))
         name = func._schema.name
         if func.namespace == "fusedconv":
-            self.calls.append((OPERATORS[name.partition("::")[2]], args, options))
+            self.calls.append((_operator_of(name.partition("::")[2]), args, options))
         elif func.namespace == "aten" and not _is_view_or_empty(func):
             self.pytorch.append(name)
         if func is torch.ops.aten._convolution.default:  # for which torch 2.5's fake tensors want a device
             return torch.ops.aten.convolution.default(*args[:9])
         return func(*args, **options)
+
+
+def _operator_of(name: str) -> Operator:
+    if name.endswith("_backward"):
+        raise TypeError("module_or_operator must call forward only, but calls backward")
+    return OPERATORS[name.removeprefix("_").removesuffix("_with_statistics")]
 
 
 def _is_view_or_empty(func: OpOverload) -> bool:

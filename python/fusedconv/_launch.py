@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._conv import GEOMETRY
+from ._conv import GEOMETRY, TENSORS
 from .chains import Chain, output_sides
 from .config import get_float32_precision
 
@@ -352,8 +352,11 @@ class Launcher:
         if source is None:
             return prepare(args)
         prepared: dict[tuple[int, ...], Run] = {}
+        of_conv = [(i, self.names[i]) for i, a in enumerate(args[TENSORS]) if a is not None and a.numel() > 0]
 
         def run(args: Sequence[Any], statistics: Tensor | None) -> Tensor:
+            for i, name in of_conv:  # PyTorch's conv may read them all the same
+                args[i].data_ptr() or fail_as_freed(name)
             v = source(args)
             args = (v, *args[1:])
             stride = v.stride()  # PyTorch's choice: not all that it depends on is in the signature

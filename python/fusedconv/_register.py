@@ -116,7 +116,7 @@ class Operator:
             output: Tensor = below_autograd(self, keyset, given, options)
             return output
         if tangent or torch._C._are_functorch_transforms_active():
-            return self.plain(*given, **options)
+            return self.plain(*given, differentiable=True, **options)
         recorded, _ = self.record(keyset, given, options, tensors)
         return recorded
 
@@ -195,21 +195,23 @@ class Operator:
         args = self.complete(given)
         return _empty(self.look(args, **options), args[0].device)
 
-    def plain(self, *given: Any, **options: Any) -> Tensor:
-        """The chain in PyTorch's own operators; differentiable."""
+    def plain(self, *given: Any, differentiable: bool = False, **options: Any) -> Tensor:
+        """The chain in PyTorch's own operators. ``differentiable``: by autograd."""
         args = self.complete(given)
         _, dtype, memory_format = self.look(args, **options)
-        output = self.after_conv(self.source(args, options.get("precision")), args, dtype)
+        output = self.after_conv(self.source(args, options.get("precision"), differentiable), args, dtype)
         if torch._C._are_functorch_transforms_active():  # vmap knows no memory formats
             return output
         return output.contiguous(memory_format=memory_format)
 
-    def source(self, args: Sequence[Any], precision: str | None) -> Tensor:
-        """The conv's output, by PyTorch."""
+    def source(self, args: Sequence[Any], precision: str | None, differentiable: bool = False) -> Tensor:
+        """The conv's output, by PyTorch. ``differentiable``: see `convolution`."""
         if not self.has_conv:
             source: Tensor = args[0]
             return source
-        return convolution(*args[TENSORS], *args[GEOMETRY], precision=precision)
+        return convolution(
+            *args[TENSORS], *args[GEOMETRY], precision=precision, differentiable=differentiable
+        )
 
     def after_conv(self, v: Tensor, args: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """The reference, computed in float32 or wider and rounded once, like the kernels."""
@@ -273,7 +275,7 @@ class WithStatistics(Inner):
             # under torch.func too: the graph's backward runs, and wants the statistics
             return below_autograd(self, keyset, given, options)
         if tangent or torch._C._are_functorch_transforms_active():
-            return self.plain(*given, **options)
+            return self.plain(*given, differentiable=True, **options)
         return self.operator.record(keyset, given, options, tensors)
 
     def cpu(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:

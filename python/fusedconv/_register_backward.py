@@ -27,6 +27,7 @@ from ._dispatch import (
     remember,
     returns,
 )
+from ._launch import fail_as_freed
 from ._launch_backward import BackwardLauncher, ChainBackward, Gradients, Wanted
 from .chains import check_conv, check_tensor
 from .config import get_float32_precision
@@ -102,7 +103,8 @@ class Backward(Inner):
             return gradients
 
         chain_backward = self.by_reference(pullback, grad.dtype, self.wanted(args[-1]))
-        found = self.step_by_step(self.operator.source, chain_backward, grad, args, precision)
+        source = partial(self.operator.source, differentiable=True)
+        found = self.step_by_step(source, chain_backward, grad, args, precision, differentiable=True)
         return returns([found[i] if i in found else grad.new_empty(0) for i in self.operator.tensors])
 
     def cpu(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
@@ -171,6 +173,9 @@ class Backward(Inner):
             self.check_statistics(statistics, given)
             find = prepare(grad, given, self.wanted(mask), precision)
             remember(self.prepared, signature, find)
+        for i, name, _ in self.operator.named:  # PyTorch's conv may read them all the same
+            if given[i] is not None and given[i].numel() > 0:
+                given[i].data_ptr() or fail_as_freed(name)
         return find(grad, args, precision)
 
     def check_statistics(self, statistics: Tensor | None, args: Sequence[Any]) -> None:
@@ -246,8 +251,9 @@ class Backward(Inner):
         grad: Tensor,
         args: Sequence[Any],
         precision: str | None,
+        differentiable: bool = False,
     ) -> Gradients:
-        """v, then the chain's vector-Jacobian product, then the conv's by PyTorch."""
+        """v, then the chain's vector-Jacobian product, then the conv's by PyTorch. ``differentiable``: by autograd."""
         *args, statistics, mask = args
         wanted = self.wanted(mask)
         if not wanted.all:
@@ -261,8 +267,9 @@ class Backward(Inner):
             return {0: grad_v, **gradients}
         conv_mask = [i in wanted.through_v for i in self.operator.conv_tensors]
         of_conv = convolution_backward(
-            grad_v, *args[TENSORS][:2], *args[GEOMETRY], precision=precision, mask=conv_mask
-        )
+            grad_v, *args[TENSORS][:2], *args[GEOMETRY],
+            precision=precision, mask=conv_mask, differentiable=differentiable,
+        )  # fmt: skip
         return {**gradients, **{i: g for i, g in enumerate(of_conv) if g is not None}}
 
 
