@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -420,7 +420,7 @@ def test_gradients_of_groups_in_float64_of_any_strides(order: tuple[int, int, in
         for half in range(2):
             of = slice(2 * half, 2 * half + 2)
             parts = [t.contiguous().requires_grad_() for t in (x[:, of], weight[of])]
-            expected = torch.conv2d(*parts, None, *geometry)
+            expected = torch.conv2d(parts[0], parts[1], None, *geometry)
             torch.testing.assert_close(y[:, of], expected, rtol=1e-12, atol=1e-12)
             right = torch.autograd.grad(expected, parts, grad[:, of].contiguous())
             of_x, of_weight, _ = cast(list[Tensor], found)
