@@ -402,7 +402,7 @@ def test_nor_where_autograd_differentiates_it(dtype: torch.dtype, case: str) -> 
     weight.requires_grad_()
     (grad,) = torch.autograd.grad(total(weight), weight, create_graph=True)
     with _ConvDtypes() as asked:
-        grad.square().sum().backward()  # type: ignore[no-untyped-call]
+        grad.square().sum().backward()
     assert set(asked.seen) == allowed
 
 

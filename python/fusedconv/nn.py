@@ -279,7 +279,7 @@ class _ConvNormChain(_ConvChain):
 
 
 class ConvReLUHardswish(_ConvChain):
-    """Conv2d, ReLU, hardswish: ``hardswish(relu(conv(x)))``.
+    """Conv2d, ReLU, hardswish: with ``r = relu(conv(x))``, ``r * clamp((r + 3) / 6, 0, 1)``.
 
     The keywords are those of ``nn.Conv2d`` (:class:`ConvOptions`). Input ``[N, in_channels, H, W]``; output
     ``[N, out_channels, H', W']``, the conv's own shape. The dtype is the one that the plain model gives.
