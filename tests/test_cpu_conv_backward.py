@@ -43,7 +43,7 @@ def _wherever_they_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
     for limit in (
         "_MOST_CHANNELS", "_MOST_CHANNELS_OF_NARROW", "_MOST_PRODUCTS", "_MOST_INPUT_CHANNELS",
-        "_MOST_COMPUTED", "_MOST_PACKED", "_MOST_CHANNEL_PAIRS", "_FEW_VALUES", "_MANY_COMPUTED",
+        "_MOST_COMPUTED", "_MOST_PACKED", "_MOST_CHANNEL_PAIRS", "_FEW_VALUES", "_FEW_VALUES_OF_AVX512", "_FEW_IDLE",
     ):  # fmt: skip
         monkeypatch.setattr(_launch, limit, 2**20)
     forget()

@@ -50,17 +50,21 @@ DIRECT: dict[str, tuple[Any, ...]] = {
     "one pixel, 128 channels": ((1, 128, 1, 1), (16, 128, 3, 3), 1, 1, 1),
 }
 
-# Input, weight and the layout, of stride 1: where PyTorch's conv is the faster one unless there is AVX-512.
-WIDE: dict[str, tuple[Any, ...]] = {
-    "64 to 128 channels": ((1, 64, 28, 28), (128, 64, 1, 1), torch.contiguous_format),
-    "channels_last": ((1, 32, 56, 56), (32, 32, 3, 3), torch.channels_last),
-    "channels_last, 1x1": ((1, 12, 56, 56), (48, 12, 1, 1), torch.channels_last),
-}
-NARROW: dict[str, tuple[Any, ...]] = {
-    "64 to 64 channels": ((1, 64, 28, 28), (64, 64, 1, 1), torch.contiguous_format),
-    "channels_last, few channels": ((1, 8, 56, 56), (32, 8, 3, 3), torch.channels_last),
-    "channels_last, few values": ((1, 32, 14, 14), (32, 32, 3, 3), torch.channels_last),
-    "one channel, in either layout": ((1, 1, 64, 64), (96, 1, 5, 5), torch.channels_last),
+ISAS = ("baseline", "avx2", "avx512")
+# Input, weight and the layout, of stride 1, and where PyTorch's conv is the faster one.
+WIDTHS: dict[str, tuple[Any, ...]] = {
+    "64 to 64 channels": ((1, 64, 28, 28), (64, 64, 1, 1), torch.contiguous_format, ()),
+    "64 to 128 channels": ((1, 64, 28, 28), (128, 64, 1, 1), torch.contiguous_format, ISAS),
+    "128 to 20 channels": ((1, 128, 28, 28), (20, 128, 1, 1), torch.contiguous_format, ISAS),
+    "128 to 12 channels": ((1, 128, 28, 28), (12, 128, 3, 3), torch.contiguous_format, ()),
+    "512 to 12 channels": ((1, 512, 28, 28), (12, 512, 3, 3), torch.contiguous_format, ISAS),
+    "channels_last": ((1, 32, 56, 56), (32, 32, 3, 3), torch.channels_last, ISAS),
+    "channels_last, 1x1": ((1, 12, 56, 56), (48, 12, 1, 1), torch.channels_last, ISAS),
+    "channels_last, a smaller map": ((1, 16, 40, 40), (32, 16, 3, 3), torch.channels_last, ISAS[:2]),
+    "channels_last, few values": ((1, 32, 14, 14), (32, 32, 3, 3), torch.channels_last, ()),
+    "channels_last, few channels": ((1, 8, 56, 56), (32, 8, 3, 3), torch.channels_last, ()),
+    "channels_last, few of many pixels": ((1, 8, 128, 128), (32, 8, 3, 3), torch.channels_last, ISAS[2:]),
+    "one channel, in either layout": ((1, 1, 64, 64), (96, 1, 5, 5), torch.channels_last, ()),
 }
 
 
@@ -89,17 +93,14 @@ def test_our_conv_runs_the_others(call: tuple[Any, ...]) -> None:
     assert explained(call, torch.float32) == "direct"
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-@pytest.mark.parametrize("call", [*WIDE.values(), *NARROW.values()], ids=[*WIDE, *NARROW])
-def test_width_decides_without_avx512(
-    call: tuple[Any, ...], isa: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("call", WIDTHS.values(), ids=WIDTHS)
+def test_width_decides(call: tuple[Any, ...], isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "cpu_isa", lambda: isa)
-    (_, *sample), weight, layout = call
-    wide = call in WIDE.values() and isa != "avx512"
+    (_, *sample), weight, layout, by_pytorch = call
     for batch in (1, 64):  # or a sample's bits would depend on it
         path = explained(((batch, *sample), weight, 1, 0, 1), torch.float32, layout)
-        assert path == ("two-step" if wide else "direct")
+        assert path == ("two-step" if isa in by_pytorch else "direct")
 
 
 def test_few_pixels_of_many_samples_are_left_to_pytorch() -> None:

@@ -55,13 +55,17 @@ def form(tensor: Tensor) -> _C.Form:
 _MOST_PRODUCTS = 512
 # Of input channels; each is a plane of its own to our conv.
 _MOST_INPUT_CHANNELS = 64
-# Without AVX-512's registers, twice as many and as long, ours is the faster one for input times output channels below
-# this. In channels_last it moves each value to a plane and back, which oneDNN's does not: that pays for filters of more
-# than one pixel where few channels leave oneDNN's blocks empty, and where a call's own cost is most of it.
-_MOST_CHANNEL_PAIRS = 8192
+# Output channels that leave oneDNN's blocks, of 16, and so its time for more products, to others.
+_FEW_OUTPUTS = 16
+_MOST_PRODUCTS_OF_FEW = 4096
+_MOST_CHANNEL_PAIRS = 8192  # input times output channels
+# In channels_last ours moves each value to a plane and back, which oneDNN's does not. That pays where a call's own cost
+# is most of it: for so many values of a sample's input and output. AVX-512 has the registers to do it quickly; elsewhere
+# it pays for large maps too where filters are larger than a pixel and few channels leave oneDNN's blocks empty.
+_FEW_VALUES = 2**14
+_FEW_VALUES_OF_AVX512 = 2**17
 _MOST_OF_FEWER_CHANNELS = 12
 _MOST_OF_MORE_CHANNELS = 64
-_FEW_VALUES = 2**14  # of a sample's input and output
 # Our conv computes a tile's output as one run of pixels, rows with all that the filter reaches beyond them, in whole
 # vectors, and packs the input of each tile with its padding (csrc/cpu/conv_source.h, plan.h). So many times the output
 # it may compute, and so many times input and output it may pack: beyond, work and memory would follow from padding and
@@ -75,6 +79,7 @@ _FEW_PIXELS = 32
 _FEW_IDLE = 1.5
 _FEW_PRODUCTS = 2**22
 _FEW_PRODUCTS_OF_WIDE = 2**19
+_FEW_WEIGHTS_OF_A_PIXEL = 2**14  # of 1x1 filters: oneDNN's other ones cost more than to pack weights
 _FEW_PACKED = 2**16
 
 
@@ -94,7 +99,8 @@ def _reason_for_pytorch(args: Sequence[Any]) -> str | None:
         if pixels < _FEW_PIXELS:
             products = samples * weight.numel() * computed
             few = products <= (_FEW_PRODUCTS_OF_WIDE if reason else _FEW_PRODUCTS)
-            if few and samples * packed <= _FEW_PACKED:
+            packs_little = _taps(args) > 1 or weight.numel() <= _FEW_WEIGHTS_OF_A_PIXEL
+            if few and packs_little and samples * packed <= _FEW_PACKED:
                 return None
             if computed > _FEW_IDLE * pixels:
                 return f"{samples} samples, {computed} pixels to compute for {pixels}"
@@ -110,14 +116,12 @@ def _reason_for_pytorch(args: Sequence[Any]) -> str | None:
 
 def _reason_of_width(args: Sequence[Any]) -> str | None:
     """Why oneDNN's conv is the faster one for so many channels."""
-    weight = args[1]
-    channels_out, channels_in = weight.shape[:2]
-    if _products(args) > _MOST_PRODUCTS:
-        return f"{_products(args)} products for a value"
-    if channels_in > _MOST_INPUT_CHANNELS:
+    channels_out, channels_in = args[1].shape[:2]
+    products, has_few = _products(args), channels_out <= _FEW_OUTPUTS
+    if products > (_MOST_PRODUCTS_OF_FEW if has_few else _MOST_PRODUCTS):
+        return f"{products} products for a value"
+    if channels_in > _MOST_INPUT_CHANNELS and not has_few:
         return f"{channels_in} input channels"
-    if _C.cpu_isa() == "avx512":
-        return None
     if channels_in * channels_out >= _MOST_CHANNEL_PAIRS:
         return f"{channels_in} to {channels_out} channels"
     if _lies_in_pixels(args[0]) and _is_wide_for_pixels(args):
@@ -130,21 +134,23 @@ def _products(args: Sequence[Any]) -> int:
     return math.prod(args[1].shape[1:])
 
 
+def _taps(args: Sequence[Any]) -> int:
+    return math.prod(args[1].shape[2:])
+
+
 def _lies_in_pixels(input: Tensor) -> bool:
     return input.stride(1) == 1 and input.shape[1] > 1
 
 
 def _is_wide_for_pixels(args: Sequence[Any]) -> bool:
     input, weight = args[:2]
+    values = math.prod(input.shape[1:]) + weight.shape[0] * math.prod(_sides(args))
+    if _C.cpu_isa() == "avx512":
+        return bool(values > _FEW_VALUES_OF_AVX512)
     fewer, more = sorted(weight.shape[:2])
-    if (
-        fewer <= _MOST_OF_FEWER_CHANNELS
-        and more <= _MOST_OF_MORE_CHANNELS
-        and math.prod(weight.shape[2:]) > 1
-    ):
+    if fewer <= _MOST_OF_FEWER_CHANNELS and more <= _MOST_OF_MORE_CHANNELS and _taps(args) > 1:
         return False
-    outputs = weight.shape[0] * math.prod(_sides(args))
-    return bool(math.prod(input.shape[1:]) + outputs > _FEW_VALUES)
+    return bool(values > _FEW_VALUES)
 
 
 def _sides(args: Sequence[Any]) -> tuple[int, int]:
@@ -194,6 +200,8 @@ def reason_for_pytorchs_gradients(args: Sequence[Any], columns: int) -> str | No
     (input, weight), stride = args[:2], args[GEOMETRY][0]
     if input.dtype is not torch.float32:
         return _name(input.dtype)
+    if _products(args) > _MOST_PRODUCTS or weight.shape[1] > _MOST_INPUT_CHANNELS:
+        return f"{weight.shape[1]} input channels, {_products(args)} products for a value"
     if tuple(stride) != (1, 1):
         return f"stride {list(stride)}"
     if _C.cpu_isa() not in _GRADIENTS_ON:

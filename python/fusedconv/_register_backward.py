@@ -42,8 +42,8 @@ Source = Callable[[Sequence[Any], str | None], Tensor]
 # Backward's gradients: from the output's gradient, the arguments, and the precision.
 Find = Callable[[Tensor, Sequence[Any], str | None], Gradients]
 
-# What a plane costs by itself is as much as some hundred pixels.
-_LEAST_PIXELS = 256
+# What a plane costs by itself is as much as some pixels.
+_LEAST_PIXELS = 32
 _MOST_SIDE = 2**24  # a pool counts a window's rows and columns in float32
 
 
