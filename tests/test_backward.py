@@ -432,7 +432,7 @@ def test_a_freed_tensor_is_an_error_in_backward_too(row: Row) -> None:
 def test_what_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps of few pixels, and bounds that the kernel takes for none: NaN passes them in one way and not in the other."""
     calls = Calls(monkeypatch).chain
-    monkeypatch.setattr(_register_backward, "_LEAST_PIXELS", 256)  # sizes are of it
+    monkeypatch.setattr(_register_backward, "_LEAST_PIXELS", 256)
     row = BY_NAME["group_norm_scale_max_pool_clamp"]
     for size, bounds, expected in (
         (16, (None, 0.5), 1),
