@@ -17,7 +17,7 @@ import torch
 from rich.progress import track
 
 from _report import save
-from conv_shapes import LAYOUTS, SAMPLE_SECONDS, SAMPLES, Call, drawn, parsed, seconds
+from conv_shapes import LAYOUTS, SAMPLE_SECONDS, SAMPLES, Call, begin, drawn, seconds
 from fusedconv import _launch
 from fusedconv._conv import prepared_convolution
 from fusedconv._register import OPERATORS
@@ -51,9 +51,7 @@ def compare(calls: dict[str, Call], order: random.Random) -> dict[str, float]:
 
 
 def main() -> None:
-    given, table = parsed(__doc__)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    given, table = begin(__doc__)
     order = random.Random(0)
     found: list[dict[str, Any]] = []
     with torch.no_grad():

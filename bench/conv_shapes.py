@@ -113,8 +113,8 @@ def compare(
     return {**medians, "over_eager": medians["eager"] / medians["ours"]}
 
 
-def parsed(description: str | None) -> tuple[argparse.Namespace, list[dict[str, int]]]:
-    """The command line, and the shapes that it asks for."""
+def begin(description: str | None) -> tuple[argparse.Namespace, list[dict[str, int]]]:
+    """The command line, and the shapes that it asks for. One thread from here on, and the same numbers each time."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("shapes", type=Path)
     parser.add_argument("--most", type=float, default=5.0, help="of eager's milliseconds")
@@ -124,13 +124,13 @@ def parsed(description: str | None) -> tuple[argparse.Namespace, list[dict[str, 
     first, step = map(int, given.part.split("/"))
     with given.shapes.open() as file:
         table = [{k: int(v) for k, v in row.items() if k != "model"} for row in csv.DictReader(file)]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
     return given, table[first::step]
 
 
 def main() -> None:
-    given, table = parsed(__doc__)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    given, table = begin(__doc__)
     order = random.Random(0)
     found: list[dict[str, Any]] = []
     with torch.no_grad():
