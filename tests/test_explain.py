@@ -68,8 +68,8 @@ class Case:
 CASES = (
     Case(f"direct, {_C.cpu_isa()}, 27 products for a value"),
     Case(f"direct, {_C.cpu_isa()}, 18 products for a value", channels=2, stride=2),
-    Case(f"direct, {_C.cpu_isa()}, 522 products for a value", torch.float64, channels=58),
-    Case("two-step, 522 products for a value", channels=58),
+    Case(f"direct, {_C.cpu_isa()}, 4104 products for a value", torch.float64, channels=456),
+    Case("two-step, 4104 products for a value", channels=456),
     Case("two-step, bfloat16", torch.bfloat16),
     Case("two-step, float16", torch.float16),
     Case("two-step, groups", channels=4, groups=2),
