@@ -135,11 +135,13 @@ def product_rate(device: torch.device, dtype: torch.dtype, threads: int) -> floa
     """
     if device.type != "cpu":
         return _rate_of_mm(8192 if dtype != torch.float64 else 2048, device, dtype)
+    n = 1024
+    if dtype.itemsize > 2:
+        return _rate_of_mm(n, device, dtype)
     rate = _rate_of_mm(128, device, dtype)
-    for n in (512, 2048):
-        if 2 * n**3 < _MOST_SECONDS * rate:
-            rate = max(rate, _rate_of_mm(n, device, dtype))
-    return max(rate, product_rate(device, torch.float32, threads)) if dtype.itemsize == 2 else rate
+    if 2 * n**3 < _MOST_SECONDS * rate:
+        rate = max(rate, _rate_of_mm(n, device, dtype))
+    return max(rate, product_rate(device, torch.float32, threads))
 
 
 def _rate_of_mm(n: int, device: torch.device, dtype: torch.dtype) -> float:
