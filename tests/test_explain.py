@@ -280,7 +280,7 @@ def test_the_rates_are_of_what_moves_and_of_two_operations_a_product(monkeypatch
     monkeypatch.setattr("fusedconv._measure._fastest_seconds", lambda call, device: 2.0**-12)
     cpu = torch.device("cpu")
     assert copy_rate.__wrapped__(cpu, 1) == 2.0 ** (29 + 12)  # 2^26 values of 4 bytes, there and back
-    assert product_rate.__wrapped__(cpu, torch.float32, 1) == 2.0 ** (31 + 12)  # 2^11 to the third, twice
+    assert product_rate.__wrapped__(cpu, torch.float32, 1) == 2.0 ** (31 + 12)  # 2^10 to the third, twice
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
