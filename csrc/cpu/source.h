@@ -9,7 +9,7 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Of sizes, which are not negative and may be as large as a number can be.
+// Of sizes, which are not negative. What is rounded up must fit; Checked's round_up tells where it does not.
 FUSEDCONV_INLINE int64_t ceil_div(int64_t n, int64_t d) { return n / d + int64_t(n % d != 0); }
 FUSEDCONV_INLINE int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
 FUSEDCONV_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -146,9 +146,11 @@ class _ByPyTorch:
         return found
 
     def _ordered(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """On the CPU, PyTorch's gradient of a weight of groups is wrong in float64 for strides that look like
-        channels_last."""
-        if self.geometry[3] == 1 or tensors[0].dtype is not torch.float64 or not tensors[0].is_cpu:
+        """On the CPU, where it is not oneDNN's, PyTorch's gradient of a weight of groups is wrong for strides that look
+        like channels_last."""
+        first, groups = tensors[0], self.geometry[3]
+        is_onednn = first.dtype is not torch.float64 and torch._C._get_mkldnn_enabled()
+        if groups == 1 or is_onednn or not first.is_cpu:
             return tensors
         return [tensor.contiguous() for tensor in tensors]
 
@@ -262,6 +264,10 @@ def _rounds_on_cpu(conv: Conv, input: Tensor, weight: Tensor, geometry: Geometry
     of_convs, of_products = _may_round("mkldnn", "conv"), _may_round("mkldnn", "matmul")
     if isinstance(conv, ByPieces) or of_convs == of_products:
         return of_products
+    if torch._C._are_functorch_transforms_active():  # of vmap's batch nothing is known
+        return True
+    if isinstance(conv, _OfACut):
+        input, weight, geometry = conv.cut.input(input), conv.cut.weight(weight), conv.cut.geometry
     *steps, groups = geometry
     backend = torch._C._select_conv_backend(
         _like_in_float32(input), _like_in_float32(weight), None, *steps, False, [0, 0], groups

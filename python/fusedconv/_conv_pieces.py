@@ -84,7 +84,7 @@ def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
 
 def _zeros(shape: Sequence[int], *sources: Tensor) -> Tensor:
     """For what is computed of the sources: torch.func maps or follows it if it does one of them."""
-    nothing = torch.stack([source.flatten()[:0].sum() for source in sources]).sum()
+    nothing = torch.stack([source.narrow(0, 0, 0).sum() for source in sources]).sum()
     return nothing.new_zeros(shape)
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from . import _C
-from ._conv import GEOMETRY, TENSORS, choose
+from ._conv import GEOMETRY, TENSORS, choose, prepared_convolution
 from ._measure import copy_rate, product_rate
 from ._register import OPERATORS, Operator
 from .chains import check_conv
@@ -194,8 +194,10 @@ def _explain_kernels(
     is_direct = path == "direct"
     product_dtype = _product_dtype(args, precision, is_direct) if operator.has_conv else None
     if path == "two-step":
+        source = prepared_convolution(args, precision)
+        source(args)  # makes what all calls share
         with seen:
-            v = operator.source(args, precision)
+            v = source(args)
         args = (v, *args[1:])
         moved_bytes += 2 * v.nbytes
     if on_cuda and not is_direct:

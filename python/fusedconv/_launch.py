@@ -55,7 +55,8 @@ def form(tensor: Tensor) -> _C.Form:
 _MOST_PRODUCTS = 512
 # Of input channels; each is a plane of its own to our conv.
 _MOST_INPUT_CHANNELS = 64
-# Output channels that leave oneDNN's blocks, of 16, and so its time for more products, to others.
+# So few output channels leave most of oneDNN's blocks empty: there, in NCHW and of filters larger than a pixel, ours is
+# the faster one for more products, of any number of input channels.
 _FEW_OUTPUTS = 16
 _MOST_PRODUCTS_OF_FEW = 4096
 _MOST_CHANNEL_PAIRS = 8192  # input times output channels
@@ -78,7 +79,7 @@ _VECTOR = 16  # lanes of the widest, on all machines
 _FEW_PIXELS = 32
 _FEW_IDLE = 1.5
 _FEW_PRODUCTS = 2**22
-_FEW_PRODUCTS_OF_WIDE = 2**19
+_FEW_PRODUCTS_OF_WIDE = 2**20
 _FEW_WEIGHTS_OF_A_PIXEL = 2**14  # of 1x1 filters: oneDNN's other ones cost more than to pack weights
 _FEW_PACKED = 2**16
 
@@ -117,14 +118,15 @@ def _reason_for_pytorch(args: Sequence[Any]) -> str | None:
 def _reason_of_width(args: Sequence[Any]) -> str | None:
     """Why oneDNN's conv is the faster one for so many channels."""
     channels_out, channels_in = args[1].shape[:2]
-    products, has_few = _products(args), channels_out <= _FEW_OUTPUTS
+    products, lies_in_pixels = _products(args), _lies_in_pixels(args[0])
+    has_few = channels_out <= _FEW_OUTPUTS and _taps(args) > 1 and not lies_in_pixels
     if products > (_MOST_PRODUCTS_OF_FEW if has_few else _MOST_PRODUCTS):
         return f"{products} products for a value"
     if channels_in > _MOST_INPUT_CHANNELS and not has_few:
         return f"{channels_in} input channels"
     if channels_in * channels_out >= _MOST_CHANNEL_PAIRS:
         return f"{channels_in} to {channels_out} channels"
-    if _lies_in_pixels(args[0]) and _is_wide_for_pixels(args):
+    if lies_in_pixels and _is_wide_for_pixels(args):
         return f"{channels_in} to {channels_out} channels in channels_last"
     return None
 
@@ -229,6 +231,12 @@ def _by_setting(runs: Mapping[str, Run]) -> Run:
 def as_vector(parameter: Tensor, channels: int) -> Tensor:
     """A value a channel, contiguous."""
     return parameter.reshape(-1).expand(channels).contiguous()
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """For PyTorch's conv, which may read it all the same. A pointer would make a copy of a lazy clone."""
+    if tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0:
+        fail_as_freed(name)
 
 
 def fail_as_freed(name: str) -> NoReturn:
@@ -360,11 +368,11 @@ class Launcher:
         if source is None:
             return prepare(args)
         prepared: dict[tuple[int, ...], Run] = {}
-        of_conv = [(i, self.names[i]) for i, a in enumerate(args[TENSORS]) if a is not None and a.numel() > 0]
+        names = [(i, self.names[i]) for i, a in enumerate(args[TENSORS]) if a is not None]
 
         def run(args: Sequence[Any], statistics: Tensor | None) -> Tensor:
-            for i, name in of_conv:  # PyTorch's conv may read them all the same
-                args[i].data_ptr() or fail_as_freed(name)
+            for i, name in names:
+                check_memory(name, args[i])
             v = source(args)
             args = (v, *args[1:])
             stride = v.stride()  # PyTorch's choice: not all that it depends on is in the signature

@@ -27,7 +27,7 @@ from ._dispatch import (
     remember,
     returns,
 )
-from ._launch import fail_as_freed
+from ._launch import check_memory
 from ._launch_backward import BackwardLauncher, ChainBackward, Gradients, Wanted
 from .chains import check_conv, check_tensor
 from .config import get_float32_precision
@@ -173,9 +173,9 @@ class Backward(Inner):
             self.check_statistics(statistics, given)
             find = prepare(grad, given, self.wanted(mask), precision)
             remember(self.prepared, signature, find)
-        for i, name, _ in self.operator.named:  # PyTorch's conv may read them all the same
-            if given[i] is not None and given[i].numel() > 0:
-                given[i].data_ptr() or fail_as_freed(name)
+        for i, name, _ in self.operator.named:
+            if given[i] is not None:
+                check_memory(name, given[i])
         return find(grad, args, precision)
 
     def check_statistics(self, statistics: Tensor | None, args: Sequence[Any]) -> None:
