@@ -24,6 +24,7 @@ from helpers import failure, new_process
 EXTREMES: dict[str, tuple[Any, ...]] = {
     "products of sizes wrap": ((1, 1, 1, 1), (1, 1, 4, 4), 2**30, 3 * 2**29, 2**30),
     "strides as long as the padding": ((1, 1, 3, 3), (1, 1, 2, 2), 20000, 10000, 20000),
+    "many of such strides": ((1, 1, 3, 3), (1, 1, 2, 2), 1000, 4000, 1000),
     "mostly padding": ((1, 1, 8, 8), (1, 1, 3, 3), 1, 6000, 6000),
     "a few columns of long rows": ((4, 8, 128, 128), (32, 8, 3, 3), 1, 0, 60),
     "the largest steps": ((1, 2, 5, 5), (2, 2, 2, 2), 2**31 - 1, 2**31 - 1, 2**31 - 1),
