@@ -240,8 +240,12 @@ for layout in (torch.contiguous_format, torch.channels_last):
             pool = {"pool_size": (1, 1) if size[2] == 1 else (2, 2)}
             own = draw_own(row, size[1], gen, dtype=dtype, **pool)
             what = f"{layout} {dtype} {size}"
-            check_with_gradients(what, lambda x: row.chain_op(x, own), x.clone())
-            if not row.module or dtype is torch.bfloat16:  # oneDNN's idle lanes are its own
+            chain = lambda x: row.chain_op(x, own)
+            if dtype is torch.bfloat16 or size[2] < 7:  # PyTorch's idle lanes, in backward and its conv, are its own
+                check(what, lambda: chain(x))
+            else:
+                check_with_gradients(what, chain, x.clone())
+            if not row.module or dtype is torch.bfloat16:
                 continue
             weight = torch.randn(channels, size[1], kernel, kernel, generator=gen).to(dtype) / 8
             own = draw_own(row, channels, gen, dtype=dtype, **pool)

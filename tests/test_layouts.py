@@ -22,7 +22,7 @@ from chains_table import (
     randn,
     to_channels_last,
 )
-from fusedconv import _C
+from fusedconv import _C, _conv
 from fusedconv._conv import convolution, convolution_backward
 from helpers import check_chain, check_conv, new_process, same_bits
 
@@ -220,7 +220,7 @@ import ctypes, mmap, os, sys
 from itertools import product
 import torch
 from chains_table import BY_NAME, draw_own, generator, map_tensors, randn
-from fusedconv import _C
+from fusedconv import _C, _conv
 
 PAGE = mmap.PAGESIZE
 libc = ctypes.CDLL(None, use_errno=True)
@@ -353,7 +353,6 @@ ASKED: dict[str, Sequence[torch.dtype | None]] = {
     "narrow pixels with a stride": (torch.half, None),
     "one tap that meets the map, with a stride": (torch.float32, None),
     "windows and taps that are far apart": (None, None),
-    "the same without padding": (None, None),
 }
 
 
@@ -380,6 +379,23 @@ def test_what_pytorch_fails_in_is_not_asked_of_it(dtype: torch.dtype, case: str)
             dtype,
             *[dtype if asked else None for asked in mask],
         ]
+
+
+@pytest.mark.parametrize("size", [(3, 2, 8195, 1), (3, 2, 1, 8195)])
+def test_long_columns_in_strides_are_not_asked_of_it_with_avx512(
+    size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = ((5, 1), (0, 0), (1, 1), 1) if size[3] == 1 else ((1, 5), (0, 0), (1, 1), 1)
+    x, weight = torch.randn(size), torch.randn(9, 2, 2, 1)
+    weight = weight if size[3] == 1 else weight.mT
+    expected = torch.conv2d(x.double(), weight.double(), None, *geometry)
+    for has_avx512 in [True] if _conv._HAS_AVX512 else [False, True]:  # without the guard it would fail
+        monkeypatch.setattr("fusedconv._conv._HAS_AVX512", has_avx512)
+        with _ConvDtypes() as asked:
+            y = convolution(x, weight, None, *geometry, precision=None)
+            convolution_backward(y, x, weight, *geometry, precision=None, mask=[True, True, True])
+        torch.testing.assert_close(y, expected.float())
+        assert bool(asked.seen) != has_avx512
 
 
 @half_convs

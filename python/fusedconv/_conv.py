@@ -196,6 +196,9 @@ class Sought(Enum):
 # oneDNN's own switch, read by it once. PyTorch's are behind its flags.
 _FPMATH = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE") or os.environ.get("DNNL_DEFAULT_FPMATH_MODE") or ""
 _BLOCK = 16  # channels; 8 with AVX2
+# With AVX-512, oneDNN's conv of torch 2.11 writes beyond its memory where a column of some 5,000 pixels is gone over in
+# strides; with AVX2 it does not.
+_HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def choose(
@@ -214,13 +217,14 @@ def choose(
         return conv, torch.float64 if rounds else dtype
 
     cut, of_weight = Cut.of(input, weight, *geometry), sought in (Sought.OF_WEIGHT, Sought.DIFFERENTIABLE)
-    fails = _fails(cut, input, geometry)
+    is_tall = _HAS_AVX512 and cut.is_tall
+    fails = is_tall or _fails(cut, input, geometry)
     if dtype.itemsize == 2 and (of_weight or fails or _fails_in_half(input, weight, geometry)):
         dtype = torch.float32
     if of_weight and dtype is torch.float32 and _is_narrow(cut, input, weight, geometry):
         conv = ByPieces.of(input, weight, *geometry)
     elif fails:
-        cuts = cut.has_windows and not cut.is_far and cut.is_small(input, weight)
+        cuts = cut.has_windows and not is_tall and cut.is_small(input, weight)
         conv = (
             _OfACut(cut, _ByPyTorch(cut.geometry, precision))
             if cuts
@@ -236,11 +240,11 @@ def choose(
 
 
 def _fails(cut: Cut, input: Tensor, geometry: Geometry) -> bool:
-    """Whether a window or a tap meets nothing but padding, or both are far apart. There oneDNN's kernels of torch 2.13,
-    in float32 too, read beyond their tables, write beyond their memory, or count in 32 bits what does not fit."""
+    """Whether a window or a tap meets nothing but padding. There oneDNN's kernels of torch 2.13, in float32 too, read
+    beyond their tables, write beyond their memory, or count in 32 bits what does not fit."""
     stride, _, dilation, _ = geometry
     sides = zip(input.shape[2:], stride, dilation, strict=True)
-    return not cut.is_whole or cut.is_far or any(step > size or gap > size for size, step, gap in sides)
+    return not cut.is_whole or any(step > size or gap > size for size, step, gap in sides)
 
 
 def _fails_in_half(input: Tensor, weight: Tensor, geometry: Geometry) -> bool:

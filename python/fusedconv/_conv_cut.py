@@ -17,7 +17,7 @@ from .chains import Geometry, output_size
 # Times input and output of a sample; beyond, only pieces are bounded in memory. Of few values it may be more.
 _MOST_PADDED = 4
 _FEW_PADDED = 2**16
-_FAR = 256
+_TALL = 1024
 
 _Ends = tuple[int, int]
 
@@ -88,13 +88,17 @@ class Cut:
         return all(side.output > 0 and side.kernel > 0 for side in (self.rows, self.columns))
 
     @property
-    def is_far(self) -> bool:
-        """Whether both windows and taps are far apart. Where both are by 4,096, oneDNN's conv in AVX-512 writes beyond
-        its memory; where they are by 500, it was not seen to."""
-        return any(min(side.stride, side.dilation) > _FAR for side in (self.rows, self.columns))
+    def is_tall(self) -> bool:
+        """Whether a long row of pixels, or column, is gone over in strides."""
+        sides = (self.rows, self.columns), (self.columns, self.rows)
+        return any(one.input == 1 and long.input > _TALL and long.stride > 1 for one, long in sides)
 
     def is_small(self, input: Tensor, weight: Tensor) -> bool:
+        """Whether the input is not much larger for its padding, and no side of it is long that was not."""
         channels, *sides = input.shape[1:]
+        rows_and_columns = zip((self.rows, self.columns), sides, strict=True)
+        if any(side.input > max(_TALL, 2 * size) for side, size in rows_and_columns):
+            return False
         outputs = math.prod(side.output + sum(side.of_output) for side in (self.rows, self.columns))
         values = channels * math.prod(sides) + weight.shape[0] * outputs
         return channels * self.rows.input * self.columns.input <= max(_MOST_PADDED * values, _FEW_PADDED)
