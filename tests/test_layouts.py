@@ -287,14 +287,8 @@ HALF_CONVS: dict[str, tuple[Any, ...]] = {
     "depthwise": ((2, 8, 31, 31), (8, 1, 3, 3), 8, (1, 1), (2, 2), (2, 2)),
     "taps of padding": ((2, 3, 12, 9), (8, 3, 29, 1), 1, (1, 1), (14, 0), (1, 1)),
     "narrow pixels with a stride": ((3, 4, 16, 16), (8, 4, 1, 1), 1, (2, 2), (0, 0), (1, 1)),
-    "one tap that meets the map, with a stride": (
-        (2, 3, 33, 33),
-        (16, 3, 3, 3),
-        1,
-        (2, 2),
-        (40, 40),
-        (40, 40),
-    ),
+    "one tap that meets the map": ((2, 3, 33, 33), (16, 3, 3, 3), 1, (2, 2), (40, 40), (40, 40)),
+    "windows and taps that are far apart": ((3, 2, 16, 3), (9, 2, 2, 1), 1, (4097, 1), (40968, 1), (4097, 1)),
 }
 HALF_CONV = """
 import ast, sys, torch, fusedconv
@@ -351,7 +345,7 @@ ASKED: dict[str, Sequence[torch.dtype | None]] = {
     "depthwise": (torch.half, torch.float32),
     "taps of padding": (torch.float32, torch.float32),
     "narrow pixels with a stride": (torch.half, None),
-    "one tap that meets the map, with a stride": (torch.float32, None),
+    "one tap that meets the map": (torch.float32, None),
     "windows and taps that are far apart": (None, None),
 }
 
