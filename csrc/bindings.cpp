@@ -14,7 +14,7 @@
 
 #include "core/problem.h"
 #include "cpu/dispatch.h"
-#include "cuda/entry.h"
+#include "cuda/host/entry.h"
 
 namespace py = pybind11;
 

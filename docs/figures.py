@@ -1,7 +1,7 @@
 """Draws docs/figures/<chain>.svg: the tensors that each chain moves through memory, by PyTorch and by the CUDA kernels.
 
 PyTorch's operators and their bytes are counted as in memory_traffic.py. The kernels are those that
-csrc/cuda/conv_chain.cuh queues; the packed input is counted with the input's size, and moments, which are a few
+csrc/cuda/passes/conv_chain.cuh queues; the packed input is counted with the input's size, and moments, which are a few
 numbers for a tile and channel, with none.
 """
 

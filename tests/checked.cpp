@@ -1,5 +1,5 @@
 // What must hold of csrc/core/checked.h at the edges of its type: a program that says what does not.
-#include "../csrc/core/checked.h"
+#include "core/checked.h"
 
 #include <cstdio>
 

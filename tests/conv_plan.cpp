@@ -1,7 +1,7 @@
-// What must hold of csrc/cuda/conv_plan.cpp and conv_cut.cpp, over convs of any size that Python lets
-// through: a program that says what does not. test_tensor_plan.py compiles it, with checks of undefined
+// What must hold of csrc/plan/conv_plan.cpp and conv_cut.cpp, over convs of any size that Python lets
+// through: a program that says what does not. test_plans.py compiles it, with checks of undefined
 // behaviour, and runs it.
-#include "../csrc/cuda/conv_plan.h"
+#include "plan/conv_plan.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../csrc/core/checked.h"
+#include "core/checked.h"
 
 using namespace fusedconv;
 using namespace fusedconv::cuda;

@@ -1,13 +1,13 @@
 // Rows of the CPU's tiles: those that a filter reaches beyond a tile are packed with it, for each tile again.
 // Usage: plan CALLS
 
-#include "../csrc/cpu/plan.h"
+#include "cpu/plan.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 
-#include "../csrc/cpu/conv_source.h"
+#include "cpu/conv_source.h"
 
 using namespace fusedconv;
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "MUTATIONS.md"
-CPU, CORE, CUDA, PYTHON = "csrc/cpu/", "csrc/core/", "csrc/cuda/", "python/fusedconv/"
+CPU, CORE, PLAN, CUDA, PYTHON = "csrc/cpu/", "csrc/core/", "csrc/plan/", "csrc/cuda/", "python/fusedconv/"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ MUTATIONS = (
     Mutation("9", "hardswish overflows before its division", CORE + "pointwise.h",
              "return x * hardsigmoid<T>(x);",
              "return x * (hardsigmoid<T>(x) * T(6)) * T(1.0 / 6.0);", "tests/test_isa.py -k huge"),
-    Mutation("10", "relu loses NaN", CPU + "vector_math.h",
+    Mutation("10", "relu loses NaN", CORE + "vector_math.h",
              "return select(x < T(0), X{}, x);", "return select(x > T(0), x, X{});", "tests/test_special_values.py -k row_10"),
     Mutation("10", "the clamp loses NaN", CORE + "pointwise.h",
              "select(x != x || low != low, x + low, clamped)", "select(low != low, x + low, clamped)",
@@ -214,7 +214,7 @@ MUTATIONS = (
              "if any(pixels % 2 for pixels in total):", "if False:", "tests/test_modules.py -k keyword"),
     Mutation("30", "scale starts as randn", PYTHON + "nn.py",
              "torch.ones(", "torch.randn(", "tests/test_modules.py -k same_seed"),
-    Mutation("31", "a machine without CUDA is said to be usable", "csrc/cuda/entry_absent.cpp",
+    Mutation("31", "a machine without CUDA is said to be usable", "csrc/cuda/host/entry_absent.cpp",
              'return "fusedconv was built without CUDA";', 'return "";', "tests/test_packaging.py -k row_31"),
     Mutation("profiler", "the two-step path everywhere", PYTHON + "_launch.py",
              "    if args[-1] != 1:\n        return \"groups", "    if True:\n        return \"groups", "tests/test_memory.py -k no_operator"),
@@ -309,15 +309,15 @@ MUTATIONS = (
              "tests/test_layouts.py -k outside"),
     Mutation("sizes", "products of sizes wrap", CORE + "checked.h",
              "if (__builtin_mul_overflow(a.value_, b.value_, &product)) fail", "if (__builtin_mul_overflow(a.value_, b.value_, &product) && false) fail",
-             "tests/test_tensor_plan.py -k arithmetic"),
-    Mutation("sizes", "more tiles of a sample than an int counts", CUDA + "conv_plan.cpp",
-             "return parts <= most && ", "return ", "tests/test_tensor_plan.py -k convs"),
-    Mutation("sizes", "memory follows from the padding where our conv is asked for", CUDA + "conv_plan.cpp",
-             "!(was_asked && packed <= kLittle)", "!was_asked", "tests/test_tensor_plan.py -k convs"),
+             "tests/test_plans.py -k arithmetic"),
+    Mutation("sizes", "more tiles of a sample than an int counts", PLAN + "conv_plan.cpp",
+             "return parts <= most && ", "return ", "tests/test_plans.py -k convs"),
+    Mutation("sizes", "memory follows from the padding where our conv is asked for", PLAN + "conv_plan.cpp",
+             "!(was_asked && packed <= kLittle)", "!was_asked", "tests/test_plans.py -k convs"),
     Mutation("sizes", "each row of a filter that reaches far packs what it reaches", CPU + "conv_source.h",
-             "has_packed_layout() ? 1 : larger(1, vertical_.reach())", "1", "tests/test_tensor_plan.py -k cpu"),
-    Mutation("sizes", "a plan looks at as many groups as there are", CUDA + "tensor_plan.h",
-             "groups <= std::min(shape.groups, most / of_group)", "groups <= shape.groups", "tests/test_tensor_plan.py -k tensors"),
+             "has_packed_layout() ? 1 : larger(1, vertical_.reach())", "1", "tests/test_plans.py -k cpu"),
+    Mutation("sizes", "a plan looks at as many groups as there are", PLAN + "given_plan.h",
+             "groups <= std::min(shape.groups, most / of_group)", "groups <= shape.groups", "tests/test_plans.py -k given"),
     Mutation("packaging", "links OpenMP", "CMakeLists.txt",
              "Threads::Threads ${CMAKE_DL_LIBS})", "Threads::Threads ${CMAKE_DL_LIBS} -Wl,--no-as-needed -l:libgomp.so.1)",
              "tests/test_packaging.py -k dependencies"),

@@ -74,7 +74,7 @@ def test_every_message_is_explained() -> None:
     messages = [m for path in (ROOT / "python" / "fusedconv").glob("*.py") for m in messages_of_python(path)]
     assert len(messages) > 25
     of_python = len(messages)
-    messages += [m for path in (ROOT / "csrc").glob("*/*") for m in messages_of_cpp(path)]
+    messages += [m for path in (ROOT / "csrc").rglob("*/*.*") for m in messages_of_cpp(path)]
     messages += messages_of_cpp(ROOT / "csrc" / "bindings.cpp")
     assert len(messages) > of_python + 5
     for parts in messages:

@@ -1,5 +1,5 @@
 // Every chain's name, as Python and the backends call it. Each name has a file in cpu/
-// and one in cuda/.
+// and one in cuda/host/chains/.
 #pragma once
 
 #define FUSEDCONV_FOR_EACH_CHAIN(X)  \

@@ -4,7 +4,7 @@
 #pragma once
 
 #ifdef __CUDACC__
-#include "../cuda/scalar_math.cuh"
+#include "scalar_math.h"
 #else
-#include "../cpu/vector_math.h"
+#include "vector_math.h"
 #endif

@@ -7,8 +7,8 @@
 
 #include <type_traits>
 
-#include "../core/chain.h"
 #include "buffer.h"
+#include "core/chain.h"
 #include "parallel_for.h"
 #include "plan.h"
 #include "reduce_vjp.h"

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "../core/checked.h"
-#include "../core/target.h"
+#include "core/checked.h"
+#include "core/target.h"
 #include "memory.h"
 
 namespace fusedconv {

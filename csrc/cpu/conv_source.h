@@ -7,10 +7,10 @@
 // holds. An unpadded input of stride 1 has that layout already and is read in place.
 #pragma once
 
-#include "../core/checked.h"
-#include "../core/parameter.h"
 #include "buffer.h"
 #include "conv_block.h"
+#include "core/checked.h"
+#include "core/parameter.h"
 #include "source.h"
 
 namespace fusedconv {

@@ -1,9 +1,9 @@
 // Rows of a tensor of any dtype and stride to and from the compute type.
 #pragma once
 
-#include "../core/parameter.h"
+#include "core/parameter.h"
+#include "core/vector_math.h"
 #include "transpose.h"
-#include "vector_math.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../core/problem.h"
+#include "core/problem.h"
 
 namespace fusedconv {
 

@@ -1,8 +1,8 @@
 // The chains as compiled for one instruction set.
 #pragma once
 
-#include "../core/chain_list.h"
-#include "../core/target.h"
+#include "core/chain_list.h"
+#include "core/target.h"
 #include "kernel.h"
 
 namespace fusedconv {

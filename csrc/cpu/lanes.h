@@ -1,7 +1,7 @@
 // Runs of elements that are no multiple of a vector: the last vector has fewer lanes that count.
 #pragma once
 
-#include "vector_math.h"
+#include "core/vector_math.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

@@ -1,8 +1,8 @@
 // How a tensor's values lie in memory.
 #pragma once
 
-#include "../core/problem.h"
-#include "../core/target.h"
+#include "core/problem.h"
+#include "core/target.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

@@ -1,7 +1,7 @@
 // Parallel loops whose body is a function object: body(index, worker). See threads.h.
 #pragma once
 
-#include "../core/target.h"
+#include "core/target.h"
 #include "threads.h"
 
 namespace fusedconv {

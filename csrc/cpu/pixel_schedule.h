@@ -6,9 +6,9 @@
 // threads changes a bit.
 #pragma once
 
-#include "../core/chain.h"
 #include "buffer.h"
 #include "convert.h"
+#include "core/chain.h"
 #include "layout.h"
 #include "parallel_for.h"
 #include "plan.h"

@@ -1,8 +1,8 @@
 // How much of a problem is one tile and one unit, and how many threads share the work.
 #pragma once
 
-#include "../core/chain.h"
-#include "../core/checked.h"
+#include "core/chain.h"
+#include "core/checked.h"
 #include "source.h"
 
 namespace fusedconv {

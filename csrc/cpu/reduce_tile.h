@@ -1,7 +1,7 @@
 // The end of a chain on one tile, in place: pointwise stages, reduction, final stages.
 #pragma once
 
-#include "../core/chain.h"
+#include "core/chain.h"
 #include "store_tile.h"
 
 namespace fusedconv {

@@ -1,7 +1,7 @@
 // The gradient of a reduction's result spread over what went into it, which is computed again from v.
 #pragma once
 
-#include "../core/chain.h"
+#include "core/chain.h"
 #include "lanes.h"
 #include "source.h"
 #include "statistics.h"

@@ -2,7 +2,7 @@
 // computed again from v and the norm's statistics: that costs less than to write it to memory and read it.
 #pragma once
 
-#include "../core/chain.h"
+#include "core/chain.h"
 #include "lanes.h"
 #include "statistics.h"
 

@@ -2,10 +2,10 @@
 // composition).
 #pragma once
 
-#include "../core/chains.h"
 #include "backward.h"
 #include "conv_backward.h"
 #include "conv_source.h"
+#include "core/chains.h"
 #include "kernels.h"
 #include "layout.h"
 #include "pixel_schedule.h"

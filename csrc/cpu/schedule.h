@@ -6,8 +6,8 @@
 // of threads changes a bit.
 #pragma once
 
-#include "../core/chain.h"
 #include "buffer.h"
+#include "core/chain.h"
 #include "parallel_for.h"
 #include "plan.h"
 #include "reduce_tile.h"

@@ -2,9 +2,9 @@
 // the tile: some channels of some output rows of one sample, in the compute type, pixels side by side.
 #pragma once
 
-#include "../core/checked.h"
-#include "../core/problem.h"
-#include "vector_math.h"
+#include "core/checked.h"
+#include "core/problem.h"
+#include "core/vector_math.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

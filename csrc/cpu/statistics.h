@@ -1,7 +1,7 @@
 // Moments of one channel of a tile.
 #pragma once
 
-#include "../core/moments.h"
+#include "core/moments.h"
 #include "source.h"
 
 namespace fusedconv {

@@ -1,8 +1,8 @@
 // From a tile to the output: rows of any dtype and strides or, faster, runs of whole vectors.
 #pragma once
 
-#include "../core/chain.h"
 #include "convert.h"
+#include "core/chain.h"
 #include "source.h"
 
 namespace fusedconv {

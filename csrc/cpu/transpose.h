@@ -1,7 +1,7 @@
 // Squares of as many vectors as a vector has lanes, turned in registers.
 #pragma once
 
-#include "vector_math.h"
+#include "core/vector_math.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

@@ -1,0 +1,69 @@
+// What backward wants to know of a conv's output before it computes it again: the passes that find it, from a
+// plan to launches.
+#pragma once
+
+#include "cuda/passes/launch_pass.cuh"
+#include "cuda/passes/pool.cuh"
+#include "gradient_sums_pass.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Of a chain with a norm: what the pool took of Pre(v); or, without a pool, the sums behind the norm, by the
+// norms without weight and bias.
+struct ConvFindings {
+  Norm<float>* norms;  // [N][C], given
+  float* pooled;       // [N][C][pooled height][pooled width]
+  int* pooled_places;  // each in its window, counted row by row
+  ConvGradientSums sums;
+};
+
+template <class Chain>
+struct FindingPasses {
+  static constexpr bool kPools = Chain::Reduce::kPools;
+
+  // The output is of the size that the chain gives.
+  static ConvPlan plan(const Problem& problem, const Card& card) {
+    return cuda::plan_conv(problem, {kPools, false, kPools}, card);
+  }
+
+  static size_t workspace(const Problem& problem, const ConvPlan& plan) {
+    Workspace workspace(nullptr);
+    packed_problem(problem, plan, workspace);
+    return workspace.bytes();
+  }
+
+  // Into so many slices a channel come the sums.
+  static int64_t slices(const ConvPlan& plan) { return parts_per_channel(plan.tiling); }
+
+  static cudaError_t launch(const Problem& problem, const ConvPlan& plan, void* workspace,
+                            const ConvFindings& to, const Card& card, cudaStream_t stream) {
+    Workspace memory(workspace);
+    ConvProblem p = packed_problem(problem, plan, memory);
+    p.norms = to.norms;
+    p.pooled = to.pooled;
+    p.pooled_places = to.pooled_places;
+    p.backward = to.sums;
+    cudaError_t status = cudaErrorInvalidValue;
+    visit_modes(problem, plan.source, [&](auto source, auto mode) {
+      status = launch_pack<decltype(mode)>(p, stream);
+      if (status == cudaSuccess)
+        status = launch_pass<decltype(source), decltype(mode), Pass>(p, card, stream);
+    });
+    return status;
+  }
+
+  static cudaError_t load(const Card& card) {
+    cudaError_t status = cudaSuccess;
+    for_each_mode([&](auto source, auto mode) {
+      if (status == cudaSuccess) status = load_pass<decltype(source), decltype(mode), Pass>(card);
+    });
+    return status;
+  }
+
+ private:
+  using Pass = std::conditional_t<kPools, PoolPass<Chain, true>, GradientSumsPass<Chain>>;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,236 @@
+// The pass that finds what the vjp of a GroupNorm takes: sums over each channel of the gradient behind the
+// norm, and of its product with the normed value.
+#pragma once
+
+#include "cuda/device/gradient_pairs.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/passes/pass.cuh"
+#include "plan/card.h"
+#include "work.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// All of the output's channels are in one block of rows.
+template <class Chain>
+class GradientSumsPass : public PassBase {
+  static constexpr bool kReducesChannels = Chain::Reduce::kReducesChannels;
+  static constexpr int kBlocksAtOnce = 8;  // of 8 columns, whose gradients are on their way
+
+ public:
+  static constexpr bool kAllRowBlocks = false;
+  using PassBase::PassBase;
+
+  template <int kColumns>
+  __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
+    if constexpr (!kReducesChannels) ask_for_gradients<kColumns>(tile, rows);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int c = rows.channel(k);
+      if (c >= p_.tiling.out_channels) continue;
+      double values[kChannelValues];
+#pragma unroll
+      for (int kind = 0; kind < kChannelValues; ++kind) values[kind] = channel_value(p_.arguments, kind, c);
+      const Norm<float> norm = p_.norms[tile.sample * p_.tiling.out_channels + c];
+      channel_[k] = {channel_from(values, norm, p_.arguments), {norm.scale, norm.shift, 0, 0}};
+    }
+  }
+
+  template <int kColumns>
+  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
+                         const Scaling& scaling) {
+    unscale(d, scaling);
+    float sums[2][kGradientKinds]{};
+    if constexpr (kReducesChannels) {
+      stage_softmax<kColumns>(tile, d);
+      // All is computed again from here on: there is no room for what the softmax took.
+#pragma unroll
+      for (float& v : d) asm volatile("" : "+f"(v));
+      add_softmax<kColumns>(rows, d, sums);
+    } else {
+      const bool is_pair = p_.backward.has_pairs && tile.col % 2 == 0 && tile.cols % 2 == 0;
+      const bool is_float = p_.backward.grad.dtype == DType::kFloat32;
+      if (is_float && is_pair) {
+        add_gradients<kColumns, uint32_t, true>(tile, rows, d, sums);
+      } else if (is_float) {
+        add_gradients<kColumns, uint32_t, false>(tile, rows, d, sums);
+      } else if (is_pair) {
+        add_gradients<kColumns, uint16_t, true>(tile, rows, d, sums);
+      } else {
+        add_gradients<kColumns, uint16_t, false>(tile, rows, d, sums);
+      }
+    }
+    write_sums(tile, rows, sums);
+  }
+
+ private:
+  __device__ void add(float grad, float v, int k, bool exists, float (&sums)[2][kGradientKinds]) const {
+    float of_pixel[kGradientKinds]{};
+    add_after_norm<Chain>(grad, v, channel_[k].channel, channel_[k].norm, of_pixel);
+#pragma unroll
+    for (int kind = 0; kind < kGradientKinds; ++kind)
+      if (kAfterNorm<Chain> >> kind & 1) sums[k][kind] += exists ? of_pixel[kind] : 0.0f;
+  }
+
+  // ---- gradients from memory ----
+
+  // Brings most of the tile's into the L2 cache while products are under way. Four lanes have a row.
+  template <int kColumns>
+  __device__ void ask_for_gradients(const Tile& tile, const ThreadRows& rows) const {
+    const ConvTiling& t = p_.tiling;
+    const int bytes = p_.backward.grad.dtype == DType::kFloat32 ? 4 : 2;
+    const int line = cuda::kLineBytes / bytes;
+    for (int column = lane_of_thread() % 4 * line; column < kColumns; column += 4 * line) {
+      const int slot = t.by_pitch.divide(half_of_thread() * kColumns + column);
+      const int col = half_of_thread() * kColumns + column - slot * t.pitch;
+      const int row = slot * t.stack + rows.stacked(t);
+      if (row >= tile.rows || col >= tile.cols) continue;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        if (rows.channel(k) >= t.out_channels) continue;
+        const int64_t plane = tile.sample * t.out_channels + rows.channel(k);
+        const int64_t at = (plane * t.out_size[0] + tile.row + row) * t.out_size[1] + tile.col + col;
+        asm volatile(
+            "prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(p_.backward.grad.data) + at * bytes));
+      }
+    }
+  }
+
+  // kIsPair: all of the tile's are whole pairs in memory.
+  template <int kColumns, class Word, bool kIsPair>
+  __device__ void add_gradients(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2],
+                                float (&sums)[2][kGradientKinds]) const {
+    const ConvTiling& t = p_.tiling;
+    const int pixels = t.out_size[0] * t.out_size[1];
+    const Word* from[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int c = min(rows.channel(k), t.out_channels - 1);
+      from[k] = static_cast<const Word*>(p_.backward.grad.data) +
+                (tile.sample * t.out_channels + c) * pixels + tile.row * t.out_size[1] + tile.col;
+    }
+    GradientPair pair[kBlocksAtOnce][2];
+    for_each_block<kColumns>(t, [&](int j, int slot, int first) {
+      const int row = slot * t.stack + rows.stacked(t);
+      const int col = first + lane_of_thread() % 4 * 2;
+      // Of a pixel that does not exist, the tile's first one's: without a condition, all are on their way.
+      const bool exists = rows.pixels.first(j);
+      const int at = exists ? row * t.out_size[1] + col : 0;
+      const int second = rows.pixels.second(j) ? at + 1 : at;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) pair[j % kBlocksAtOnce][k].load(from[k] + at, from[k] + second, kIsPair);
+      if (j % kBlocksAtOnce + 1 < kBlocksAtOnce) return;
+#pragma unroll
+      for (int i = j + 1 - kBlocksAtOnce; i <= j; ++i) add_pairs<Word, kIsPair>(rows, d, i, pair, sums);
+    });
+  }
+
+  template <class Word, bool kIsPair, int kCount>
+  __device__ void add_pairs(const ThreadRows& rows, const float (&d)[kCount], int j,
+                            GradientPair (&pairs)[kBlocksAtOnce][2], float (&sums)[2][kGradientKinds]) const {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      GradientPair& pair = pairs[j % kBlocksAtOnce][k];
+      if constexpr (sizeof(Word) == sizeof(uint16_t))
+        pair.widen(kIsPair, p_.backward.grad.dtype == DType::kBFloat16);
+      add(pair.value(0), d[4 * j + 2 * k], k, rows.pixels.first(j), sums);
+      add(pair.value(1), d[4 * j + 2 * k + 1], k, rows.pixels.second(j), sums);
+    }
+  }
+
+  // ---- gradients from the softmax over channels ----
+
+  template <int kColumns>
+  static constexpr int kPitch = 2 * kColumns + cuda::kStagingPadding;
+
+  // Values go through staging memory, where a thread has a column of all channels. In the place of its first
+  // two it leaves what the gradient at each of them takes.
+  template <int kColumns>
+  __device__ void stage_softmax(const Tile& tile, const float (&d)[kColumns / 2]) {
+    const ConvTiling& t = p_.tiling;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      float* to = staging() + staging_row(k) * kPitch<kColumns> + half_of_thread() * kColumns +
+                  lane_of_thread() % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; i += 4)
+        *reinterpret_cast<float2*>(to + 2 * i) = {Chain::value(d[i + 2 * k], channel_[k].channel),
+                                                  Chain::value(d[i + 2 * k + 1], channel_[k].channel)};
+    }
+    sync();
+    const int column = thread();
+    if (column < 2 * kColumns) {
+      for (int f = 0; f < t.stack; ++f) {
+        float* const of_column = staging() + f * t.stack_channels * kPitch<kColumns> + column;
+        LogSumExp<float> sum[1];
+        add_channels<16, 1, 1>(sum, 0, 1, min(t.stack_channels, t.out_channels),
+                               [&](int c, float* x) { *x = of_column[c * kPitch<kColumns>]; });
+        const float2 line = softmax_of(tile, column, f, sum[0]);
+        of_column[0] = line.x;
+        of_column[kPitch<kColumns>] = line.y;
+      }
+    }
+    sync();
+  }
+
+  // What is subtracted before exp, and the factor after it.
+  __device__ float2 softmax_of(const Tile& tile, int column, int stacked, const LogSumExp<float>& sum) const {
+    const ConvTiling& t = p_.tiling;
+    const int slot = t.by_pitch.divide(column);
+    const int row = slot * t.stack + stacked;
+    const int col = column - slot * t.pitch;
+    if (row >= tile.rows || col >= tile.cols) return {0, 0};
+    const int64_t at = (tile.sample * t.out_size[0] + tile.row + row) * t.out_size[1] + tile.col + col;
+    const float most = LogSumExp<float>::shift_of(sum.most);
+    const float y = most + log(sum.sum);
+    Gradients<float> none{};
+    const float grad = load_values<float, 1>(p_.backward.grad, at).element[0];
+    const float of_y = Chain::Final::vjp(grad, y, y, make_channel<float>(p_.arguments, 0), none);
+    return {most, of_y * reciprocal(sum.sum)};
+  }
+
+  template <int kColumns>
+  __device__ void add_softmax(const ThreadRows& rows, const float (&d)[kColumns / 2],
+                              float (&sums)[2][kGradientKinds]) const {
+    const ConvTiling& t = p_.tiling;
+    const float* const first = staging() + rows.stacked(t) * t.stack_channels * kPitch<kColumns> +
+                               half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float2 most = *reinterpret_cast<const float2*>(first + 8 * j);
+      const float2 factor = *reinterpret_cast<const float2*>(first + kPitch<kColumns> + 8 * j);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float v = d[4 * j + 2 * k];
+        const float w = d[4 * j + 2 * k + 1];
+        const Channel<float>& channel = channel_[k].channel;
+        add(exp(Chain::value(v, channel) - most.x) * factor.x, v, k, rows.pixels.first(j), sums);
+        add(exp(Chain::value(w, channel) - most.y) * factor.y, w, k, rows.pixels.second(j), sums);
+      }
+    }
+  }
+
+  // ---- the sums ----
+
+  __device__ void write_sums(const Tile& tile, const ThreadRows& rows,
+                             const float (&sums)[2][kGradientKinds]) const {
+    const ConvTiling& t = p_.tiling;
+    const PartialSums& to = p_.backward.after_norm;
+#pragma unroll
+    for (int kind = 0; kind < kGradientKinds; ++kind) {
+      if ((kAfterNorm<Chain> >> kind & 1) == 0 || to.of[kind] == nullptr) continue;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float sum = sum_of_four(sums[k][kind]);
+        if (threadIdx.x % 4 == 0 && rows.channel(k) < t.out_channels)
+          to.of[kind][(tile.sample * t.out_channels + rows.channel(k)) * to.slices +
+                      (tile.part * t.stack + rows.stacked(t)) * 2 + half_of_thread()] = double(sum);
+      }
+    }
+  }
+
+  SampleChannel channel_[2];
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,155 @@
+// Backward of a chain with its conv in one go: a block walks down a strip of a sample, row by row, computes
+// v again, the chain's gradient, and from it the gradients of the conv's input and weight. Neither v nor its
+// gradient is ever in memory. For convs of 3x3 taps, stride 1, 8 channels to 64 at the most.
+//
+// Warps have two tasks. Tile warps have 16 pixels and all of the output's channels each: the product that
+// gives v leaves the gradient where the next product, that of the input's gradient, takes its operand. Sum
+// warps have some channels and all pixels: they multiply what tile warps left in shared memory one row
+// before, for the weight's gradient; they also bring rows of the input in and complete rows of its gradient.
+#pragma once
+
+#include "cuda/gradients/products.cuh"
+#include "gradient.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+constexpr int kTilePixels = 16;
+constexpr int kTileWarps = 8;
+constexpr int kTileThreads = kTileWarps * kWarpThreads;
+constexpr int kSumWarps = 4;
+constexpr int kSumThreads = kSumWarps * kWarpThreads;
+constexpr int kStripThreads = kTileThreads + kSumThreads;
+constexpr int kStripPixels = kTileWarps * kTilePixels;
+constexpr int kHalo = kTaps - 1;  // rows and columns that a strip's neighbours have too
+constexpr int kStripInputCols = kStripPixels + kHalo;
+// Of the input, in shared memory: those that sum warps read, one further down tile warps, and the next one.
+constexpr int kStripInputRows = kTaps + 2;
+constexpr int kMostOutTiles = 4;  // of 16 channels
+constexpr int kMostParts = 2;
+constexpr int kSumsPitch = kStripPixels + 4;  // so that lanes meet in no bank
+
+// How maps are cut: neighbouring strips, and the segments into which they are cut, share kHalo rows or
+// columns of the output's gradient. The first one of them has all gradients of the weight that they make.
+struct StripPlan {
+  int strips;
+  int segments, segment_rows;
+  int blocks;
+  int out_tiles;  // that hold the output's channels: 2 or 4
+};
+
+struct StripWork {
+  ConvShape shape;
+  StripPlan plan;
+  Tensor input;
+  Tensor weight;
+  Parameter bias;
+  const float* balance;  // [out_channels], powers of two that gradients are multiplied by
+  Elements grad_input;   // contiguous; no memory where nobody wants it
+  float* slots;          // [slots][out_tiles][kSlotValues], or null
+  int parts;             // of float32's values
+  int units;
+};
+
+// For channels beyond those that there are, weights are zeros; what else there is of them is not used.
+template <int kOutTiles>
+struct StripShared {
+  static constexpr int kChunks = 2 * kOutTiles;  // of 8 channels
+  static constexpr int kChannels = kChunks * kUnitChannels;
+
+  uint4 input[kStripInputRows][kMostParts][kStripInputCols];
+  uint4 grads[2][kMostParts][kStripPixels][kChunks];  // halves; chunks of a pixel as chunk_place() says
+  float sums[2][kTaps][kUnitChannels][kSumsPitch];    // of a row of the input's gradient, for each tap across
+  // The weight as lanes take it: of two taps across and a chunk, and of the third; high words, then low ones.
+  uint4 conv_weights[kTaps][kChunks][kWarpThreads];
+  uint2 conv_tails[kTaps][kChunks][kWarpThreads];
+  // The same for the input's gradient, of two chunks and a tap.
+  uint4 gradient_weights[kOutTiles][kTaps][kTaps][kWarpThreads];
+  SampleChannel channels[kChannels];
+  float2 conv_channels[kChannels];  // factor and bias of what the products give
+  float balance[kChannels];
+  unsigned weight_largest;  // of all, balanced
+  int weights_are_finite;
+  // Whether weights of some channel of the output are of very different size between channels of the input.
+  // Then `shares`, exponents of each one's largest weight below the channel's, or kNoShare, are looked at.
+  int weights_are_wide;
+  int shares[kChannels][kUnitChannels];
+  uint2 input_largest[2][kSumWarps];  // magnitudes of a row: of what is finite, of all
+  int input_exponents[kStripInputRows];
+  unsigned input_magnitudes[2][kUnitChannels][kSumWarps];  // of a row; where weights are wide
+  // Of each warp's say: whether the tensor cores' arithmetic will do for a row of the input.
+  int4 input_is_right[kStripInputRows];
+  int grad_exponents[2][kTileWarps];
+
+  // Places change from pixel to pixel, so that 8 pixels of a chunk lie in all banks, and so do pairs.
+  static FUSEDCONV_INLINE int chunk_place(int chunk, int pixel) {
+    return chunk ^ (kChunks == 8 ? (pixel / 2 + pixel % 2 * 4) % 8 : pixel / 2 % kChunks);
+  }
+};
+
+// A segment of a strip.
+struct StripUnit {
+  int sample;
+  int row, rows;  // of the output
+  int col;
+  int slice;               // number in the sample
+  int own_row, own_col;    // from where on its sums count and its gradients are complete
+  int last_row, last_col;  // the first ones, of the input's gradient, that the next unit has
+
+  __device__ StripUnit(const StripWork& work, int index) {
+    const StripPlan& plan = work.plan;
+    const int rest = index / plan.segments;
+    const int segment = index % plan.segments;
+    const int strip = rest % plan.strips;
+    sample = rest / plan.strips;
+    slice = segment * plan.strips + strip;
+    row = segment * (plan.segment_rows - kHalo);
+    rows = min(plan.segment_rows, work.shape.out_size[0] - row);
+    col = strip * (kStripPixels - kHalo);
+    own_row = segment > 0 ? kHalo : 0;
+    own_col = strip > 0 ? kHalo : 0;
+    last_row = rows + (segment + 1 == plan.segments ? kHalo : 0);
+    last_col = kStripPixels + (strip + 1 == plan.strips ? kHalo : 0);
+  }
+};
+
+template <class Visit>
+__device__ void for_each_tap(const Visit& visit) {
+#pragma unroll
+  for (int down = 0; down < kTaps; ++down) {
+#pragma unroll
+    for (int across = 0; across < kTaps; ++across) visit(down, across);
+  }
+}
+
+// Adds what is divided by two to a power, one for each row of taps.
+__device__ inline void unscale_taps(const int (&exponents)[kTaps], const float (&d)[kTaps][kTaps][4],
+                                    float (&sums)[kTaps][kTaps][4]) {
+  bool are_small = true;
+#pragma unroll
+  for (int exponent : exponents) are_small &= abs(exponent) <= kMostExponent;
+  if (are_small) {
+    for_each_tap([&](int down, int across) {
+      const float factor = power_of_two(-exponents[down]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sums[down][across][i] = fmaf(d[down][across][i], factor, sums[down][across][i]);
+    });
+  } else {
+    for_each_tap(
+        [&](int down, int across) { Unscale(exponents[down]).add(sums[down][across], d[down][across]); });
+  }
+}
+
+// The steps of a walk, a barrier of all threads each. In step `row`, tile warps have this row; sum warps the
+// one before, and bring in what the next ones take. Before the first row come steps that only do that.
+constexpr int kFirstStep = -kTaps - 1;
+
+template <class Chain>
+struct StripProblem {
+  BackwardWork<float> work;
+  StripWork strip;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,180 @@
+// What the kernels of a chain's backward get, and the parameters of their channels.
+#pragma once
+
+#include "core/chains.h"
+#include "cuda/device/elements.cuh"
+#include "cuda/device/parameter_sums.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Rows and columns of a plane and of its windows: so many that a row and a slice together fit into 31 bits.
+struct PoolShape {
+  int cols;
+  int window_rows, window_cols;
+  int pooled_rows, pooled_cols;
+  int lanes;                         // that share a window: a power of two
+  bool has_pairs;                    // windows are 2 or 4 columns of whole pairs, and lanes share none
+  cuda::WideDivisor by_cols;         // pixels of a plane
+  cuda::WideDivisor by_pooled_cols;  // windows of a plane
+  cuda::Divisor by_window_rows, by_window_cols;
+};
+
+// Of a step's samples. Tables are null where the chain has none.
+template <class T>
+struct BackwardWork {
+  SlicedPlanes planes;
+  SlicedPlanes windows;  // in place of pixels
+  int64_t samples;
+  int64_t channels;
+  int64_t pixels;  // of a plane
+  int width;       // elements of a load: kWidth or 1
+  bool has_pairs;  // rows of grad are whole pairs; known in strips only
+  Elements v;
+  Elements grad;    // of the chain's output
+  Elements grad_v;  // without memory where nobody wants it
+  Arguments arguments;
+  const Norm<T>* norms;  // [samples][C], without weight and bias
+  GroupMeans<T>* means;  // [samples][groups]
+  cuda::WideDivisor by_group_channels;
+  PoolShape pool;
+  int* window_place;          // [samples][C][windows]: of the maximum, counted row by row in its window
+  T* window_grad;             // and the gradient that goes there
+  const T* window_value;      // Pre(v) there, if a pass of the conv has found it
+  T* most;                    // [samples][pixels]: the gradient at each place x is
+  T* factor;                  // exp(x - most) * factor
+  int lanes;                  // that share a pixel's channels for these two
+  int64_t blocks_per_sample;  // then
+  cuda::WideDivisor by_blocks_per_sample;
+  PartialSums after_norm;
+  PartialSums of_all;  // that after_norm lacks
+};
+
+template <class T>
+constexpr int kWidth = kVectorBytes / int(sizeof(T));
+static_assert(kWidth<float> == kMostWidth);
+
+// Calls visit(count): the elements of a load, known when compiled.
+template <class T, class Visit>
+__device__ void visit_count(const BackwardWork<T>& work, const Visit& visit) {
+  if (work.width > 1) {
+    visit(std::integral_constant<int, kWidth<T>>{});
+  } else {
+    visit(std::integral_constant<int, 1>{});
+  }
+}
+
+// Whether there is anything to be known of a channel.
+template <class Chain>
+constexpr bool kHasChannels = Chain::kReadsChannel || Chain::kNeedsStatistics;
+
+constexpr int kChannelValues = 4;  // kOfBias to kOfNormBias
+
+__device__ inline double channel_value(const Arguments& arguments, int kind, int64_t c) {
+  const Parameter source = kind == kOfBias         ? arguments.bias
+                           : kind == kOfScale      ? arguments.scale
+                           : kind == kOfNormWeight ? arguments.norm_weight
+                                                   : arguments.norm_bias;
+  return value_of<double>(source, c, kind == kOfNormWeight ? 1.0 : 0.0);
+}
+
+template <class T>
+__device__ Channel<T> channel_from(const double (&values)[kChannelValues], const Norm<T>& norm,
+                                   const Arguments& arguments) {
+  const double weight = values[kOfNormWeight];
+  return {T(values[kOfBias]),
+          T(values[kOfScale]),
+          norm.mean,
+          T(weight * double(norm.scale)),
+          T(weight * double(norm.shift) + values[kOfNormBias]),
+          T(arguments.clamp_min),
+          T(arguments.clamp_max)};
+}
+
+template <class Chain, class T>
+__device__ Norm<T> norm_at(const BackwardWork<T>& work, int64_t sample, int64_t c) {
+  if constexpr (Chain::kNeedsStatistics) return work.norms[sample * work.channels + c];
+  return {};
+}
+
+// By a thread for itself.
+template <class Chain, class T>
+__device__ Channel<T> channel_of_thread(const BackwardWork<T>& work, int64_t sample, int64_t c) {
+  double values[kChannelValues]{};
+  if constexpr (kHasChannels<Chain>) {
+#pragma unroll
+    for (int kind = 0; kind < kChannelValues; ++kind) values[kind] = channel_value(work.arguments, kind, c);
+  }
+  return channel_from(values, norm_at<Chain>(work, sample, c), work.arguments);
+}
+
+// By a warp that has one channel: each lane asks for another value. One after the other, they would take
+// longer than the slice.
+template <class Chain, class T>
+__device__ Channel<T> channel_of_warp(const BackwardWork<T>& work, const Slice& slice) {
+  const Norm<T> norm = norm_at<Chain>(work, slice.sample, slice.channel);
+  double values[kChannelValues]{};
+  if constexpr (kHasChannels<Chain>) {
+    const double of_lane = channel_value(work.arguments, lane_of_thread() % kChannelValues, slice.channel);
+#pragma unroll
+    for (int kind = 0; kind < kChannelValues; ++kind) values[kind] = __shfl_sync(~0u, of_lane, kind);
+  }
+  return channel_from(values, norm, work.arguments);
+}
+
+// Without the means, which may not be known yet.
+template <class Chain, class T>
+__device__ NormGradient<T> norm_gradient_of(const BackwardWork<T>& work, int64_t sample, int64_t c) {
+  const Norm<T> norm = norm_at<Chain>(work, sample, c);
+  return {norm.scale, norm.shift, T(0), T(0)};
+}
+
+template <class Chain, class T>
+__device__ NormGradient<T> whole_norm_gradient_of(const BackwardWork<T>& work, int64_t sample, int64_t c) {
+  const Norm<T> norm = norm_at<Chain>(work, sample, c);
+  if constexpr (!Chain::kNeedsStatistics) return {norm.scale, norm.shift, T(0), T(0)};
+  const int64_t group = work.by_group_channels.divide(c);
+  const GroupMeans<T> means = work.means[sample * work.arguments.num_groups + group];
+  return {norm.scale, norm.shift, means.mean, means.mean_product};
+}
+
+// What is known of a channel of a sample. Aligned so that few loads get it.
+struct alignas(16) SampleChannel {
+  Channel<float> channel;
+  NormGradient<float> norm;
+};
+
+// What comes after the norm reads or makes, summed before the gradient of the norm is known.
+template <class Chain>
+constexpr unsigned kAfterNorm =
+    kinds(Chain::kNeedsStatistics, {kOfNormWeight, kOfNormBias}) |
+    kinds(Chain::kNeedsStatistics && Chain::Post::kReadsChannel, {kOfBias, kOfScale});
+
+// What is left to be summed with the gradient of v.
+template <class Chain>
+constexpr unsigned kOfAll =
+    kinds(true, {kOfConvBias}) |
+    kinds(Chain::Pre::kReadsChannel || (!Chain::kNeedsStatistics && Chain::Post::kReadsChannel),
+          {kOfBias, kOfScale});
+
+// To be added to: x + -0 is x for every x, so that nothing is left of what no stage has.
+template <class T>
+__device__ Gradients<T> no_gradients() {
+  return {T(-0.0), T(-0.0), T(-0.0)};
+}
+
+// grad: of what comes out of Post.
+template <class Chain, class T>
+__device__ void add_after_norm(T grad, T v, const Channel<T>& channel, const NormGradient<T>& norm,
+                               T (&sums)[kGradientKinds]) {
+  Gradients<T> gradients = no_gradients<T>();
+  const T x = Chain::Pre::value(v, v, channel);
+  grad = Chain::Post::vjp(grad, Chain::Norm::value(x, channel), v, channel, gradients);
+  sums[kOfBias] += gradients.bias;
+  sums[kOfScale] += gradients.scale;
+  sums[kOfNormBias] += grad;
+  sums[kOfNormWeight] += grad * Chain::Norm::normed(x, channel, norm);
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,3 +1,0 @@
-#include "run_chain.cuh"
-
-FUSEDCONV_CUDA_TENSOR_CHAIN(bias_scale_sigmoid, BiasScaleSigmoid)

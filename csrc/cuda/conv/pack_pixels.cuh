@@ -1,0 +1,293 @@
+// Packs a conv's input as the right operand of its products: for each panel, chunk and part the units of its
+// blocks of channels, row by row. Rows of a panel are sorted by their remainder modulo `stack`; pixels and
+// channels that do not exist are zeros. One scale serves a panel: it is found first, from all its values.
+#pragma once
+
+#include "cuda/device/packs.cuh"
+#include "cuda/device/split.cuh"
+#include "problem.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+using cuda::kPackBatch;
+using cuda::kPackWarps;
+constexpr int kPackThreads = kPackWarps * kWarpThreads;
+constexpr int kPackBlocks = 2;  // of a multiprocessor: one loads while another stores
+
+__device__ inline int pack_warp() { return threadIdx.x / kWarpThreads; }
+
+// 8 values: those of one unit of 16 bytes once they are halves.
+template <class In>
+struct Unit {
+  float value[kUnitElements];
+
+  __device__ void set(const float* vectors) {
+    const float4 first = reinterpret_cast<const float4*>(vectors)[0];
+    const float4 second = reinterpret_cast<const float4*>(vectors)[1];
+    value[0] = first.x, value[1] = first.y, value[2] = first.z, value[3] = first.w;
+    value[4] = second.x, value[5] = second.y, value[6] = second.z, value[7] = second.w;
+  }
+  __device__ void set(int i, const float* from) { value[i] = *from; }
+  __device__ void settle(bool) {}
+};
+
+// Values of two bytes are loaded into a register each, and put together when all of a thread's loads are on
+// their way: they would be waited for.
+template <class In>
+struct HalfUnit {
+  uint32_t word[kUnitElements];
+
+  __device__ void set(const In* vector) {
+    const uint4 words = *reinterpret_cast<const uint4*>(vector);
+    word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
+  }
+  __device__ void set(int i, const In* from) { word[i] = *reinterpret_cast<const unsigned short*>(from); }
+  __device__ void settle(bool was_vector) {
+    if (was_vector) return;
+#pragma unroll
+    for (int i = 0; i < kUnitElements / 2; ++i) word[i] = __byte_perm(word[2 * i], word[2 * i + 1], 0x5410);
+  }
+};
+
+template <>
+struct Unit<__half> : HalfUnit<__half> {};
+template <>
+struct Unit<__nv_bfloat16> : HalfUnit<__nv_bfloat16> {};
+
+// One block of channels of a panel.
+template <class Mode>
+struct ChannelPlane {
+  using In = typename Mode::In;
+  const In* first;  // its first pixel's first channel, which need not exist
+  int row, col;     // of that pixel, in the input; padding comes before 0
+  int channel;      // the first one
+  int64_t units;    // of it, from the start of all that is packed, in the first part
+
+  __device__ ChannelPlane(const ConvProblem& p, int panel, int plane) {
+    const ConvTiling& t = p.tiling;
+    const int of_rows = t.by_tiles_across.divide(panel);
+    const int sample = t.by_panels_down.divide(of_rows);
+    const int chunk = t.by_blocks_per_chunk.divide(plane);
+    const int block = plane - chunk * t.blocks_per_chunk;
+    const ChunkPlace part(t, chunk);
+    row = (of_rows - sample * t.panels_down) * t.panel_bands * t.band_rows - t.padding[0] +
+          part.kernel_row * t.dilation[0];
+    col = (panel - of_rows * t.tiles_across) * t.tile_cols - t.padding[1] + part.kernel_col * t.dilation[1];
+    channel = (part.block + block) * t.unit_channels;
+    const int64_t* stride = p.input.stride;
+    first = static_cast<const In*>(p.input.data) + sample * stride[0] + channel * stride[1] +
+            row * stride[2] + col * stride[3];
+    units = (int64_t(panel) * t.chunks + chunk) * chunk_units(t) * Mode::kParts + block * t.panel_units;
+  }
+};
+
+template <class Mode>
+__device__ void load_unit(const ConvProblem& p, const ChannelPlane<Mode>& plane, int index,
+                          Unit<typename Mode::In>& unit) {
+  using In = typename Mode::In;
+  const ConvTiling& t = p.tiling;
+  const int slot = t.by_pitch.divide(index);
+  const int phase = t.by_panel_phase_rows.divide(slot);
+  const int row = (slot - phase * t.panel_phase_rows) * t.stack + phase;
+  const int col = index - slot * t.pitch;
+  const int64_t col_stride = p.input.stride[3];
+  const int64_t channel_stride = p.input.stride[1];
+  const In* at = plane.first + row * p.input.stride[2] + col * col_stride;
+  const bool is_row = index < t.panel_units && unsigned(plane.row + row) < unsigned(t.in_size[0]);
+  const auto exists = [&](int shift) {
+    return is_row && unsigned(plane.col + col + shift) < unsigned(t.in_size[1]);
+  };
+  const bool exists_here = exists(0);
+  unit = {};
+  if (t.reads_vectors) {
+    if (exists_here) unit.set(at);
+  } else if (t.unit_taps == 1 && plane.channel + kUnitElements <= t.in_channels) {
+    if (exists_here) {
+#pragma unroll
+      for (int i = 0; i < kUnitElements; ++i) unit.set(i, at + i * channel_stride);
+    }
+  } else {
+#pragma unroll 1
+    for (int tap = 0; tap < t.unit_taps; ++tap) {
+      const int shift = tap * t.dilation[1];
+#pragma unroll
+      for (int i = 0; i < kUnitElements; ++i) {
+        const int c = i & (t.unit_channels - 1);
+        if (i / t.unit_channels == tap && plane.channel + c < t.in_channels && exists(shift))
+          unit.set(i, at + c * channel_stride + shift * col_stride);
+      }
+    }
+  }
+}
+
+// How a block's warps share the planes of a panel: teams have one each, warps of a team every so many units.
+struct PackTeam {
+  int warps, warp;  // of the team
+  int teams, team;
+
+  __device__ explicit PackTeam(const ConvTiling& t) {
+    warps = t.pack_team_warps;
+    teams = kPackWarps / warps;
+    warp = pack_warp() & (warps - 1);
+    team = pack_warp() / warps;
+  }
+};
+
+// Writes a unit's parts, so many units from each other.
+template <class Mode>
+__device__ void store_unit(const Unit<float>& unit, float scale, uint4* to, int64_t part) {
+  uint4 high, low;
+  __half2* highs = reinterpret_cast<__half2*>(&high);
+  __half2* lows = reinterpret_cast<__half2*>(&low);
+#pragma unroll
+  for (int i = 0; i < kUnitElements / 2; ++i) {
+    const float2 x{unit.value[2 * i], unit.value[2 * i + 1]};
+    highs[i] = __float22half2_rn({x.x * scale, x.y * scale});
+    const float2 rounded = __half22float2(highs[i]);
+    lows[i] = __float22half2_rn({fmaf(x.x, scale, -rounded.x), fmaf(x.y, scale, -rounded.y)});
+  }
+  *to = high;
+  if constexpr (Mode::kParts == 2) to[part] = low;
+}
+
+template <class Mode, class In>
+__device__ void store_unit(const Unit<In>& unit, float, uint4* to, int64_t) {
+  *to = {unit.word[0], unit.word[1], unit.word[2], unit.word[3]};
+}
+
+// The largest magnitudes of a thread's units, for each of their values; NaN wins.
+template <class In>
+struct UnitMagnitudes {
+  float most[kUnitElements]{};
+
+  __device__ void add(const Unit<In>& unit) {
+#pragma unroll
+    for (int i = 0; i < kUnitElements; ++i) most[i] = maximum(most[i], fabsf(unit.value[i]));
+  }
+  __device__ float value(int i) const { return most[i]; }
+};
+
+// Of values of two bytes: their bits are in the order of the magnitudes.
+template <class In>
+struct HalfUnitMagnitudes {
+  uint32_t most[kUnitElements / 2]{};
+
+  __device__ void add(const Unit<In>& unit) {
+#pragma unroll
+    for (int i = 0; i < kUnitElements / 2; ++i) most[i] = __vmaxu2(most[i], unit.word[i] & 0x7fff7fff);
+  }
+  __device__ float value(int i) const { return static_cast<float>(reinterpret_cast<const In*>(most)[i]); }
+};
+
+template <>
+struct UnitMagnitudes<__half> : HalfUnitMagnitudes<__half> {};
+template <>
+struct UnitMagnitudes<__nv_bfloat16> : HalfUnitMagnitudes<__nv_bfloat16> {};
+
+// By a warp: into those of the channels, as the bits of floats.
+template <class In>
+__device__ void write_magnitudes(const UnitMagnitudes<In>& of_units, const ConvTiling& t, int channel,
+                                 unsigned* magnitudes) {
+#pragma unroll
+  for (int i = 0; i < kUnitElements; ++i) {
+    const unsigned of_warp = largest_of_warp(__float_as_uint(of_units.value(i)) & 0x7fffffff);
+    const int c = channel + (i & (t.unit_channels - 1));
+    if (lane_of_thread() == i && c < t.in_channels) atomicMax(&magnitudes[c], of_warp);
+  }
+}
+
+// By a warp: the largest of some magnitudes.
+__device__ inline unsigned largest(const unsigned* magnitudes, int count) {
+  unsigned most = 0;
+  for (int c = lane_of_thread(); c < count; c += kWarpThreads) most = max(most, magnitudes[c]);
+  return largest_of_warp(most);
+}
+
+// By all threads of a block: its panel. magnitudes: shared memory, one for each input channel.
+template <class Mode>
+class PanelPacker {
+ public:
+  using In = typename Mode::In;
+
+  __device__ PanelPacker(const ConvProblem& problem, int panel, unsigned* magnitudes)
+      : p_(problem), panel_(panel), magnitudes_(magnitudes), team_(problem.tiling) {}
+
+  __device__ void pack() {
+    const ConvTiling& t = p_.tiling;
+    for (int c = threadIdx.x; c < t.in_channels; c += kPackThreads) magnitudes_[c] = 0;
+    __syncthreads();
+    // What fits is in registers still when it is stored. One loop for both, for the loads to be compiled
+    // once.
+    const bool fits = t.chunks * t.blocks_per_chunk <= team_.teams &&
+                      t.panel_units <= team_.warps * kWarpThreads * kPackBatch;
+    Unit<In> unit[kPackBatch];
+    unsigned most = 0;
+#pragma unroll 1
+    for (int pass = 0; pass < (Mode::kScales ? 2 : 1); ++pass) {
+      const bool measures = pass == 0;
+      const float scale = power_of_two(Mode::kScales && !measures ? scale_exponent(most) : 0);
+      for_each_plane([&](const ChannelPlane<Mode>& plane) {
+        UnitMagnitudes<In> magnitudes;
+        for_each_batch([&](int index) {
+          if (measures || !fits) load(plane, index, unit);
+          if (measures) {
+#pragma unroll
+            for (const Unit<In>& u : unit) magnitudes.add(u);
+          }
+          if (!measures || !Mode::kScales) store(plane, index, unit, scale);
+        });
+        if (measures) write_magnitudes(magnitudes, t, plane.channel, magnitudes_);
+      });
+      __syncthreads();
+      most = largest(magnitudes_, t.in_channels);
+    }
+    const int exponent = Mode::kScales ? scale_exponent(most) : 0;
+    if (threadIdx.x == 0) p_.pixel_exponents[panel_] = most < kInfinityBits ? exponent : kNonFinite;
+    for (int c = threadIdx.x; c < t.in_channels; c += kPackThreads)
+      p_.magnitudes[int64_t(panel_) * t.in_channels + c] = magnitudes_[c];
+  }
+
+ private:
+  template <class Visit>
+  __device__ void for_each_plane(const Visit& visit) const {
+    const int planes = p_.tiling.chunks * p_.tiling.blocks_per_chunk;
+#pragma unroll 1
+    for (int plane = team_.team; plane < planes; plane += team_.teams)
+      visit(ChannelPlane<Mode>(p_, panel_, plane));
+  }
+
+  // Calls visit(index of the thread's first unit); the next ones are batch_step() further on.
+  template <class Visit>
+  __device__ void for_each_batch(const Visit& visit) const {
+#pragma unroll 1
+    for (int index = team_.warp * kWarpThreads + lane_of_thread();
+         index - lane_of_thread() < p_.tiling.panel_units; index += kPackBatch * batch_step())
+      visit(index);
+  }
+
+  __device__ int batch_step() const { return team_.warps * kWarpThreads; }
+
+  __device__ void load(const ChannelPlane<Mode>& plane, int index, Unit<In> (&unit)[kPackBatch]) const {
+#pragma unroll
+    for (int k = 0; k < kPackBatch; ++k) load_unit(p_, plane, index + k * batch_step(), unit[k]);
+#pragma unroll
+    for (Unit<In>& u : unit) u.settle(p_.tiling.reads_vectors);
+  }
+
+  __device__ void store(const ChannelPlane<Mode>& plane, int index, const Unit<In> (&unit)[kPackBatch],
+                        float scale) const {
+#pragma unroll
+    for (int k = 0; k < kPackBatch; ++k, index += batch_step())
+      if (index < p_.tiling.panel_units)
+        store_unit<Mode>(unit[k], scale, p_.pixels + plane.units + index, chunk_units(p_.tiling));
+  }
+
+  const ConvProblem& p_;
+  const int panel_;
+  unsigned* const magnitudes_;
+  const PackTeam team_;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

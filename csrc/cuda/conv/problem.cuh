@@ -1,0 +1,120 @@
+// What the kernels of a conv's chain are given.
+#pragma once
+
+#include "core/problem.h"
+#include "cuda/device/elements.cuh"
+#include "cuda/device/parameter_sums.cuh"
+#include "cuda/device/statistics.cuh"
+#include "plan/conv_tiling.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+using cuda::ConvTiling;
+using cuda::kRows;
+using cuda::kUnitBytes;
+using cuda::kUnitElements;
+
+// Older cards take PyTorch's conv: the kernels of a chain with its conv have no code there.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr bool kConvCompiles = false;
+#else
+constexpr bool kConvCompiles = true;
+#endif
+
+constexpr int kNonFinite = 1 << 20;  // in place of an exponent: the tensor cores' arithmetic would not do
+
+constexpr int kNoShare = -(1 << 20);  // where weights are zeros
+
+// The moments of a tile in one of the norm's groups, for samples that stay in shared memory. It is read while
+// others write: as long as it has no pixels, it is not there.
+struct alignas(sizeof(float4)) TilePart : Part<float> {};
+
+// How statistics of samples that stay in shared memory are shared out: each warp has some of the norm's
+// groups, on some lanes each.
+struct NormShape {
+  double share;  // 1 / the values of a group
+  int tiles;     // of a sample
+  int groups;    // of the norm
+  int channels;  // of a group
+  int lanes;     // a power of two
+};
+
+// What the pass of backward gets besides.
+struct ConvGradientSums {
+  Elements grad;           // of the chain's output, contiguous
+  bool has_pairs;          // its rows are whole pairs
+  PartialSums after_norm;  // as many slices as parts_per_channel()
+};
+
+struct ConvProblem {
+  Tensor input, weight, output;
+  Parameter conv_bias;
+  Arguments arguments;
+  ConvTiling tiling;
+  // Workspace.
+  uint4* weights = nullptr;         // as cuda/conv/pack_weights.cuh packs them
+  int* weight_exponents = nullptr;  // [row_blocks * kRows], of their scales
+  float* row_bias = nullptr;        // [row_blocks * kRows], the conv's
+  int* shares = nullptr;   // [row_blocks * kRows][in_channels], exponents: of the largest weight, or kNoShare
+  int* is_wide = nullptr;  // [row_blocks * kRows], whether shares are less than 2^-kExactBits
+  uint4* pixels = nullptr;                // as cuda/conv/pack_pixels.cuh packs them
+  int* pixel_exponents = nullptr;         // [panels], of their scales
+  unsigned* magnitudes = nullptr;         // [panels][in_channels], bits of the largest ones
+  Part<float>* parts = nullptr;           // [N][C][parts of a channel]
+  TilePart* tile_parts = nullptr;         // [N][groups of the norm][tiles of a sample]
+  NormShape norm_shape{};                 // where there are tile_parts
+  Norm<float>* norms = nullptr;           // [N][C]
+  GroupStatistics* statistics = nullptr;  // [N][groups of the norm], the caller's, or null
+  float* pooled = nullptr;                // [N][C][pooled height][pooled width]
+  int* pooled_places = nullptr;           // the same, if they are kept
+  ConvGradientSums backward{};
+};
+
+static_assert(sizeof(ConvProblem) + sizeof(int) <= 4096, "older drivers take no more parameters of a kernel");
+
+// Panels: [N][panels_down][tiles_across].
+__host__ __device__ inline int panels_per_sample(const ConvTiling& t) {
+  return t.panels_down * t.tiles_across;
+}
+
+// Units of a chunk of a panel in one part.
+__host__ __device__ inline int64_t chunk_units(const ConvTiling& t) {
+  return int64_t(t.blocks_per_chunk) * t.panel_units;
+}
+
+// Of a chunk: its first block of channels, and its first tap.
+struct ChunkPlace {
+  int block, kernel_row, kernel_col;
+
+  __device__ ChunkPlace(const ConvTiling& t, int chunk) {
+    const int of_rows = t.by_chunks_across.divide(chunk);
+    const int of_channels = t.by_chunks_down.divide(of_rows);
+    block = of_channels * t.blocks_per_chunk;
+    kernel_row = (of_rows - of_channels * t.by_chunks_down.value) * t.kernel_rows;
+    kernel_col = (chunk - of_rows * t.by_chunks_across.value) * t.tap_groups * t.unit_taps;
+  }
+};
+
+// Two groups of eight warps. Of a tile's columns the first four warps of a group have the first half.
+constexpr int kHalfThreads = 128;
+constexpr int kGroupThreads = 2 * kHalfThreads;
+constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
+using cuda::kGroups;
+constexpr int kConvThreads = kGroups * kGroupThreads;
+
+inline NormShape norm_shape(const ConvTiling& t, int groups) {
+  NormShape shape{0, tiles_per_sample(t), groups, t.out_channels / groups, kWarpThreads};
+  shape.share = 1.0 / (double(shape.channels) * t.out_size[0] * t.out_size[1]);
+  const int groups_per_warp = (groups + kGroupWarps - 1) / kGroupWarps;
+  while (shape.lanes * groups_per_warp > kWarpThreads) shape.lanes /= 2;
+  return shape;
+}
+
+// A tile's parts: one for each row of the stack and half of the columns.
+__host__ __device__ inline int parts_per_channel(const ConvTiling& t) {
+  return tiles_per_sample(t) * t.stack * cuda::kPartsOfTile;
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,221 @@
+// What a thread of those that multiply has of a tile: two rows of accumulators, in half of the columns.
+#pragma once
+
+#include "cuda/device/split.cuh"
+#include "tiles.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// The first of a thread's two rows of a product; the other is 8 further down.
+__device__ inline int row_of_thread() {
+  return threadIdx.x % kHalfThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
+}
+
+// Which half of a tile's columns a thread has.
+__device__ inline int half_of_thread() { return threadIdx.x / kHalfThreads % 2; }
+
+// Which of a thread's columns are pixels of the map: of the two columns 8 j + 2 (lane % 4) and the next, bit
+// j tells of the first and bit 16 + j of the second. As bits, for what was found out once to fit in a
+// register.
+struct PixelMask {
+  uint32_t bits = 0;
+
+  __device__ bool first(int j) const { return bits >> j & 1; }
+  __device__ bool second(int j) const { return bits >> (16 + j) & 1; }
+  __device__ int count() const { return __popc(bits); }
+};
+
+template <int kColumns>
+__device__ PixelMask pixel_mask(const ConvTiling& t, int stacked, int rows, int cols) {
+  static_assert(kColumns <= 128, "two bits for 8 columns");
+  PixelMask mask;
+  const int slot = t.by_pitch.divide(half_of_thread() * kColumns);
+  int row = slot * t.stack + stacked;
+  int col = half_of_thread() * kColumns - slot * t.pitch + threadIdx.x % 4 * 2;
+#pragma unroll 1
+  for (int j = 0; j < kColumns / 8; ++j) {
+    mask.bits |= (uint32_t(row < rows && col < cols) | uint32_t(row < rows && col + 1 < cols) << 16) << j;
+    col += 8;
+    if (col >= t.pitch) {
+      col -= t.pitch;
+      row += t.stack;
+    }
+  }
+  return mask;
+}
+
+// What a thread knows of the two rows of accumulators that it holds, and of their channels.
+struct ThreadRows {
+  int row_block = -1;
+  int first_channel;  // of the output; beyond the last where the row is not used
+  int exponent[2];    // of the weights' scale
+  float bias[2];      // of the conv
+  bool are_finite;    // the weights of the whole block of rows
+  bool are_wide;      // some row of it has weights of very different size
+  PixelMask pixels;   // of the tile
+
+  __device__ int channel(int k) const { return first_channel + 8 * k; }
+  // Which of the stacked rows of the output, the same for both.
+  __device__ static int stacked(const ConvTiling& t) { return row_of_thread() >> t.stack_shift; }
+
+  __device__ void load(const ConvProblem& p, int block) {
+    const ConvTiling& t = p.tiling;
+    row_block = block;
+    first_channel = row_block * kRows + (row_of_thread() & (t.stack_channels - 1));
+    const int* exponents = p.weight_exponents + row_block * kRows;
+    const int* is_wide = p.is_wide + row_block * kRows;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int m = row_of_thread() + 8 * k;
+      exponent[k] = exponents[m];
+      bias[k] = p.row_bias[row_block * kRows + m];
+    }
+    const int lane = lane_of_thread();
+    are_wide = __any_sync(~0u, (is_wide[lane] | is_wide[lane + kWarpThreads]) != 0);
+    are_finite =
+        __all_sync(~0u, exponents[lane] != kNonFinite && exponents[lane + kWarpThreads] != kNonFinite);
+  }
+};
+
+// Calls visit(j, row, col) for each 8 columns of a product, which lie in one row of shared memory: col is the
+// first's.
+template <int kColumns, class Visit>
+__device__ void for_each_block(const ConvTiling& t, const Visit& visit) {
+  int row = t.by_pitch.divide(half_of_thread() * kColumns);
+  int col = half_of_thread() * kColumns - row * t.pitch;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    visit(j, row, col);
+    col += 8;
+    if (col == t.pitch) {
+      col = 0;
+      ++row;
+    }
+  }
+}
+
+// Whether the largest products of one of a thread's rows are much smaller than the panel's largest pixel
+// times the largest weight, so that the panel's one scale would cost their pixels digits. That takes weights
+// of very different size between channels, which is rare, and pixels to match. exponent: of the panel's
+// scale.
+__device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
+                                    int exponent) {
+  const int channels = p.tiling.in_channels;
+  const unsigned* magnitude = p.magnitudes + int64_t(tile.panel) * channels;
+  bool loses = false;
+  // No loop is unrolled: what is rare must not take registers and instruction cache from what is not.
+#pragma unroll 1
+  for (int k = 0; k < 2; ++k) {
+    const int* share = p.shares + int64_t(rows.row_block * kRows + row_of_thread() + 8 * k) * channels;
+    int largest = kNoShare;
+#pragma unroll 1
+    for (int c = 0; c < channels; ++c)
+      if (magnitude[c] != 0 && share[c] != kNoShare)
+        largest = max(largest, exponent_of(magnitude[c]) + share[c]);
+    loses |= largest != kNoShare && largest + exponent < kScaledExponent - kExactBits;
+  }
+  return loses;
+}
+
+// The conv at one pixel in plain arithmetic, where infinities and NaN mean what they mean in PyTorch.
+template <class In>
+__device__ float conv_at(const ConvProblem& p, int64_t sample, int channel, int row, int col) {
+  const ConvTiling& t = p.tiling;
+  float sum = 0;
+  const In* input = static_cast<const In*>(p.input.data) + sample * p.input.stride[0];
+  const In* weight = static_cast<const In*>(p.weight.data) + channel * p.weight.stride[0];
+  for (int kh = 0; kh < t.kernel[0]; ++kh) {
+    for (int kw = 0; kw < t.kernel[1]; ++kw) {
+      const int h = row - t.padding[0] + kh * t.dilation[0];
+      const int w = col - t.padding[1] + kw * t.dilation[1];
+      const bool exists = unsigned(h) < unsigned(t.in_size[0]) && unsigned(w) < unsigned(t.in_size[1]);
+      const In* x = input + h * p.input.stride[2] + w * p.input.stride[3];
+      const In* k = weight + kh * p.weight.stride[2] + kw * p.weight.stride[3];
+      for (int c = 0; c < t.in_channels; ++c) {  // the padding's zeros count: times infinity they are NaN
+        const float pixel = exists ? static_cast<float>(x[c * p.input.stride[1]]) : 0.0f;
+        sum = fmaf(pixel, static_cast<float>(k[c * p.weight.stride[1]]), sum);
+      }
+    }
+  }
+  return sum;
+}
+
+// Puts the conv's output in place of a thread's accumulators, by way of memory, as registers have no index.
+template <class Mode, int kColumns>
+__device__ void recompute(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
+                          float (&d)[kColumns / 2], float* staging) {
+  const ConvTiling& t = p.tiling;
+  float* own = staging + threadIdx.x % kGroupThreads;
+  for (int i = 0; i < kColumns / 2; ++i) {
+    const int column = half_of_thread() * kColumns + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+    const bool is_first = i / 2 % 2 == 0;
+    const int channel = rows.channel(is_first ? 0 : 1);
+    const int slot = t.by_pitch.divide(column);
+    const int row = slot * t.stack + rows.stacked(t);
+    const int col = column - slot * t.pitch;
+    if (row < tile.rows && col < tile.cols && channel < t.out_channels) {
+      own[i * kGroupThreads] =
+          conv_at<typename Mode::In>(p, tile.sample, channel, tile.row + row, tile.col + col) +
+          (is_first ? rows.bias[0] : rows.bias[1]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) d[i] = own[i * kGroupThreads];
+}
+
+// From a thread's two rows of accumulators to the conv's output: v = d * factor + bias. The factor undoes the
+// operands' scales: a power of two.
+struct Scaling {
+  float factor[2] = {1, 1};
+  float bias[2] = {0, 0};
+};
+
+// Of the accumulators; where 2^power is no float they get a part of it here.
+template <class Mode, int kCount>
+__device__ Scaling scaling_of(float (&d)[kCount], const ThreadRows& rows, int exponent) {
+  Scaling scaling;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const int power = Mode::kScales ? -(exponent + rows.exponent[k]) : 0;
+    const int within = min(max(power, -kMostExponent), kMostExponent);
+    scaling.factor[k] = power_of_two(within);
+    scaling.bias[k] = rows.bias[k];
+    if (power != within) {
+      const float rest = power_of_two(power - within);
+#pragma unroll
+      for (int i = 2 * k; i < kCount; i += 4) {
+        d[i] *= rest;
+        d[i + 1] *= rest;
+      }
+    }
+  }
+  return scaling;
+}
+
+template <int kCount>
+__device__ void unscale(float (&d)[kCount], const Scaling& scaling) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) d[i] = fmaf(d[i], scaling.factor[i / 2 % 2], scaling.bias[i / 2 % 2]);
+}
+
+// Adds what is in memory to the accumulators, and leaves the sums there as well.
+template <int kColumns>
+__device__ void fold(float (&d)[kColumns / 2], uint8_t* staging, bool is_first) {
+  float4* sums = reinterpret_cast<float4*>(staging) + threadIdx.x % kGroupThreads;
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; ++i) {
+    float4& sum = sums[i * kGroupThreads];
+    float* part = d + 4 * i;
+    if (!is_first) {
+      part[0] += sum.x;
+      part[1] += sum.y;
+      part[2] += sum.z;
+      part[3] += sum.w;
+    }
+    sum = {part[0], part[1], part[2], part[3]};
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

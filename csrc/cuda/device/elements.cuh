@@ -1,0 +1,108 @@
+// Elements of a dtype that a kernel learns when it runs: the same for all of its threads. Where it computes
+// in double they are doubles.
+#pragma once
+
+#include "core/parameter.h"
+#include "packs.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+struct Elements {
+  void* data;
+  DType dtype;
+};
+
+inline int64_t bytes_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+// From an element on.
+inline Elements elements_from(const void* data, DType dtype, int64_t first) {
+  if (data == nullptr) return {nullptr, dtype};
+  return {const_cast<char*>(static_cast<const char*>(data)) + first * bytes_of(dtype), dtype};
+}
+
+// From the bits of a dtype of two bytes.
+__device__ inline float from_half_bits(uint16_t bits, bool is_bfloat16) {
+  return is_bfloat16 ? from_bfloat16(bits) : __half2float(__ushort_as_half(bits));
+}
+
+// Elements as they lie in memory: to convert them at once would be to wait for each load by itself.
+template <class T, int kCount>
+struct RawPack {
+  using Word = std::conditional_t<std::is_same_v<T, double>, double, uint32_t>;
+  Word word[kCount];  // half of them where elements are of half precision
+};
+
+template <class T, int kCount>
+__device__ RawPack<T, kCount> load_raw(const Elements& from, int64_t offset) {
+  using Word = typename RawPack<T, kCount>::Word;
+  RawPack<T, kCount> raw{};
+  const auto copy = [&raw](const auto& pack, auto words) {
+#pragma unroll
+    for (int i = 0; i < decltype(words)::value; ++i) raw.word[i] = pack.element[i];
+  };
+  if (sizeof(T) == sizeof(double) || from.dtype == DType::kFloat32) {
+    copy(load_pack<kCount>(static_cast<const Word*>(from.data) + offset),
+         std::integral_constant<int, kCount>{});
+  } else if constexpr (sizeof(T) == sizeof(float)) {
+    const uint16_t* const at = static_cast<const uint16_t*>(from.data) + offset;
+    if constexpr (kCount == 1) {
+      raw.word[0] = *at;
+    } else {
+      copy(load_pack<kCount / 2>(reinterpret_cast<const uint32_t*>(at)),
+           std::integral_constant<int, kCount / 2>{});
+    }
+  }
+  return raw;
+}
+
+template <class T, int kCount>
+__device__ Pack<T, kCount> values_of(const RawPack<T, kCount>& raw, DType dtype) {
+  Pack<T, kCount> values;
+  if constexpr (sizeof(T) == sizeof(double)) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) values.element[k] = raw.word[k];
+  } else {
+    const auto half_bits = [&raw](int k) { return uint16_t(raw.word[k / 2] >> (k % 2 * 16)); };
+    if (dtype == DType::kFloat32) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) values.element[k] = __uint_as_float(raw.word[k]);
+    } else if (dtype == DType::kBFloat16) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) values.element[k] = from_bfloat16(half_bits(k));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) values.element[k] = __half2float(__ushort_as_half(half_bits(k)));
+    }
+  }
+  return values;
+}
+
+template <class T, int kCount>
+__device__ Pack<T, kCount> load_values(const Elements& from, int64_t offset) {
+  return values_of(load_raw<T, kCount>(from, offset), from.dtype);
+}
+
+template <class Element, class T, int kCount>
+__device__ void store_as(void* to, int64_t offset, const Pack<T, kCount>& values) {
+  Pack<Element, kCount> narrowed;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) narrowed.element[k] = narrow<Element>(values.element[k]);
+  store_vector(static_cast<Element*>(to) + offset, narrowed);
+}
+
+template <class T, int kCount>
+__device__ void store_values(const Elements& to, int64_t offset, const Pack<T, kCount>& values) {
+  if (sizeof(T) == sizeof(double) || to.dtype == DType::kFloat32) {
+    store_as<T>(to.data, offset, values);
+  } else if (to.dtype == DType::kBFloat16) {
+    store_as<__nv_bfloat16>(to.data, offset, values);
+  } else {
+    store_as<__half>(to.data, offset, values);
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,184 @@
+// A chain on a given tensor, v = input: checks, plans and queues it. Reads from top to bottom.
+#pragma once
+
+#include "copy.h"
+#include "core/chains.h"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/workspace.cuh"
+#include "direct.cuh"
+#include "launch_pieces.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Without gaps, in one of both layouts. The stride of a dimension of size 1 says nothing.
+inline bool is_dense(const Tensor& tensor, bool channels_last) {
+  constexpr int kOrders[2][4] = {{3, 2, 1, 0}, {1, 3, 2, 0}};
+  int64_t stride = 1;
+  for (const int d : kOrders[channels_last]) {
+    if (tensor.size[d] != 1 && tensor.stride[d] != stride) return false;
+    stride *= tensor.size[d];
+  }
+  return true;
+}
+
+inline Tensor dense_tensor(const Tensor& like, void* data, bool channels_last) {
+  const auto [n, c, h, w] = like.size;
+  if (channels_last) return {data, like.dtype, {n, c, h, w}, {c * h * w, 1, w * c, c}};
+  return {data, like.dtype, {n, c, h, w}, {c * h * w, h * w, w, 1}};
+}
+
+// One call on elements of one type. From a null workspace it only tells how much it needs.
+template <class Chain, class In>
+class TensorRun {
+ public:
+  using T = Compute<In>;
+
+  TensorRun(const Problem& problem, void* memory, const cuda::Card& card)
+      : problem_(problem),
+        workspace_(memory),
+        input_(problem.input),
+        output_(problem.output),
+        overlaps_kernels_(card.overlaps_kernels) {
+    const bool channels_last = !fits(false) && is_dense(input_, true);
+    if (!is_dense(input_, channels_last))
+      input_ = dense_tensor(input_, workspace_.take<In>(element_count(input_)), channels_last);
+    if (kStores && !is_dense(output_, channels_last)) {
+      void* const dense = output_.dtype == input_.dtype
+                              ? static_cast<void*>(workspace_.take<In>(element_count(output_)))
+                              : static_cast<void*>(workspace_.take<T>(element_count(output_)));
+      output_ = dense_tensor(output_, dense, channels_last);
+    }
+    plan(channels_last, card);
+  }
+
+  size_t workspace_bytes() const { return workspace_.bytes(); }
+
+  cudaError_t launch(cudaStream_t stream) const {
+    if (input_.data != problem_.input.data) {
+      if (const cudaError_t status = cuda::launch_copy(problem_.input, input_, stream)) return status;
+    }
+    if (const cudaError_t status = launch_chain(stream)) return status;
+    if (output_.data == problem_.output.data) return cudaSuccess;
+    return cuda::launch_copy(output_, problem_.output, stream);
+  }
+
+  static cudaError_t load() {
+    if constexpr (!kStores) {
+      if (const cudaError_t status = load_kernel(direct_kernel<Chain, In>())) return status;
+    }
+    if constexpr (kStores || kNeedsStatistics) return load_pieces<Chain, In>();
+    return cudaSuccess;
+  }
+
+ private:
+  static constexpr bool kStores = Chain::Reduce::kStores;
+  static constexpr bool kNeedsStatistics = Chain::kNeedsStatistics;
+
+  // Whether both tensors have the layout, or the output need not: where it is smaller, any strides will do.
+  bool fits(bool channels_last) const {
+    return is_dense(input_, channels_last) && (!kStores || is_dense(output_, channels_last));
+  }
+
+  void plan(bool channels_last, const cuda::Card& card) {
+    constexpr cuda::TensorTraits kTraits = tensor_traits<Chain, In>();
+    const TensorShape shape = shape_of_work(channels_last);
+    const int widest = widest_load(kTraits, shape);
+    work_ = tensor_work<T>(shape, plan_tensor(kTraits, shape, may_start(widest) ? widest : 1, card),
+                           input_.data, problem_.arguments);
+    work_.output = output_;
+    work_.statistics = problem_.statistics;
+    if (kNeedsStatistics && !work_.plan.resident) {
+      work_.parts = workspace_.take<Part<double>>(count_of_parts(work_));
+      norms_ = workspace_.take<Norm<T>>(Checked(shape.samples) * shape.channels);
+    }
+  }
+
+  // Whether loads and stores of so many elements may start where the tensors do. The elements divide a row:
+  // so it is the same for every sample.
+  bool may_start(int elements) const {
+    const size_t out_bytes = output_.dtype == input_.dtype ? sizeof(In) : sizeof(T);
+    return is_aligned(input_.data, elements * sizeof(In)) &&
+           (!kStores || is_aligned(output_.data, std::min<size_t>(elements * out_bytes, kVectorBytes)));
+  }
+
+  TensorShape shape_of_work(bool channels_last) const {
+    const int64_t* size = input_.size;
+    const int64_t pixels = size[2] * size[3];
+    if (!kNeedsStatistics && kStores) {  // samples are nothing of their own, nor even channels perhaps
+      if (!Chain::kReadsChannel) return {1, 1, element_count(input_), false, 1, 1};
+      if (channels_last) return {1, size[1], size[0] * pixels, true, 1, 1};
+    }
+    const int64_t groups = kNeedsStatistics ? problem_.arguments.num_groups : 1;
+    const int64_t window_pixels = Chain::Reduce::kPools ? problem_.arguments.pool[0] * size[3] : 1;
+    return {size[0], size[1], pixels, channels_last, groups, window_pixels};
+  }
+
+  cudaError_t launch_chain(cudaStream_t stream) const {
+    TensorWork<T> work = work_;
+    const bool overlaps = kNeedsStatistics && overlaps_kernels_;
+    if constexpr (kNeedsStatistics) {
+      if (work.plan.resident) return launch_pieces<Chain, In>(work, TensorStep::kWhole, false, stream);
+      if (const cudaError_t status = launch_norms<Chain, In>(work, norms_, overlaps, stream)) return status;
+      work.norms = norms_;
+    }
+    if constexpr (kStores) {
+      return launch_pieces<Chain, In>(work, TensorStep::kFinish, overlaps, stream);
+    } else {
+      return launch_direct<Chain, In>(work, overlaps, stream);
+    }
+  }
+
+  const Problem& problem_;
+  Workspace workspace_;
+  Tensor input_;   // dense
+  Tensor output_;  // dense where all values are stored
+  TensorWork<T> work_{};
+  Norm<T>* norms_ = nullptr;
+  const bool overlaps_kernels_;
+};
+
+// Calls visit with a value of the input's type; the output has the input's dtype or, if that is of half
+// precision, float32.
+template <class Visit>
+cudaError_t visit_dtype(const Problem& problem, const Visit& visit) {
+  const DType in = problem.input.dtype;
+  const DType out = problem.output.dtype;
+  if (in != out && (out != DType::kFloat32 || in == DType::kFloat64)) return cudaErrorInvalidValue;
+  return visit_element(in, visit);
+}
+
+template <class Chain>
+struct TensorChain {
+  // Bytes of memory that launch wants.
+  static size_t workspace(const Problem& problem, const cuda::Card& card) {
+    if (problem.conv != nullptr || element_count(problem.input) == 0) return 0;
+    size_t bytes = 0;
+    visit_dtype(problem, [&](auto element) {
+      bytes = TensorRun<Chain, decltype(element)>(problem, nullptr, card).workspace_bytes();
+      return cudaSuccess;
+    });
+    return bytes;
+  }
+
+  static cudaError_t launch(const Problem& problem, void* workspace, const cuda::Card& card,
+                            cudaStream_t stream) {
+    if (problem.conv != nullptr) return cudaErrorInvalidValue;
+    if (element_count(problem.input) == 0) return cudaSuccess;
+    return visit_dtype(problem, [&](auto element) {
+      return TensorRun<Chain, decltype(element)>(problem, workspace, card).launch(stream);
+    });
+  }
+
+  // Loads every kernel onto the current device and lets it use all of its shared memory.
+  static cudaError_t load() {
+    if (const cudaError_t status = cuda::load_copy()) return status;
+    if (const cudaError_t status = TensorRun<Chain, float>::load()) return status;
+    if (const cudaError_t status = TensorRun<Chain, double>::load()) return status;
+    if (const cudaError_t status = TensorRun<Chain, __nv_bfloat16>::load()) return status;
+    return TensorRun<Chain, __half>::load();
+  }
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

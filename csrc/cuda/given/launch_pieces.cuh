@@ -1,0 +1,98 @@
+// Launches of a tensor's pieces, and what becomes of their moments.
+#pragma once
+
+#include "core/checked.h"
+#include "cuda/device/launch.cuh"
+#include "kernel.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Calls visit with a value of the type.
+template <class Visit>
+cudaError_t visit_element(DType dtype, const Visit& visit) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return visit(float{});
+    case DType::kFloat64:
+      return visit(double{});
+    case DType::kBFloat16:
+      return visit(__nv_bfloat16{});
+    case DType::kFloat16:
+      return visit(__half{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class Chain, class In>
+constexpr cuda::TensorTraits tensor_traits() {
+  return {Chain::kNeedsStatistics, Chain::Reduce::kReducesChannels, int(sizeof(In)), int(sizeof(Compute<In>)),
+          kVectorBytes / int(sizeof(In))};
+}
+
+// All but the output and the memory for statistics.
+template <class T>
+TensorWork<T> tensor_work(const TensorShape& shape, const TensorPlan& plan, const void* input,
+                          const Arguments& arguments) {
+  TensorWork<T> work{};
+  work.shape = shape;
+  work.plan = plan;
+  work.input = input;
+  work.arguments = arguments;
+  work.pieces = (Checked(shape.samples) * plan.units * plan.slices).value();
+  work.share_of_value = 1 / (double(shape.channels / shape.groups) * double(shape.pixels));
+  return work;
+}
+
+template <class T>
+Checked parts_per_group(const TensorWork<T>& work) {
+  return Checked(work.plan.units_per_group) * work.plan.slices;
+}
+
+template <class T>
+Checked count_of_parts(const TensorWork<T>& work) {
+  return Checked(work.shape.samples) * work.shape.groups * parts_per_group(work);
+}
+
+// Each block has a piece; those of a group are a cluster, where the step is the whole of the chain.
+template <class Chain, class In>
+cudaError_t launch_pieces(TensorWork<Compute<In>>& work, TensorStep step, bool overlaps,
+                          cudaStream_t stream) {
+  work.step = step;
+  const int cluster = step == TensorStep::kWhole ? int(work.plan.slices) : 1;
+  LaunchShape shape{grid_of(work.pieces, cluster), work.plan.threads, int(work.plan.shared_bytes), overlaps};
+  if (step == TensorStep::kFinish) shape.shared_bytes = work.plan.tile_at;  // the parameters only
+  shape.cluster = cluster;
+  return launch_kernel(tensor_chain<Chain, In>, shape, stream, work);
+}
+
+// Each channel's norm, by way of work.parts. overlaps: within; the first kernel never does.
+template <class Chain, class In>
+cudaError_t launch_norms(TensorWork<Compute<In>>& work, Norm<Compute<In>>* norms, bool overlaps,
+                         cudaStream_t stream) {
+  const StatisticsOutput<Compute<In>> to{norms, work.statistics};
+  if (const cudaError_t status = launch_pieces<Chain, In>(work, TensorStep::kMoments, false, stream))
+    return status;
+  return launch_group_statistics<Compute<In>>(work.parts, parts_per_group(work).value(), work.shape.samples,
+                                              work.shape.channels, work.shape.pixels, work.arguments, to,
+                                              overlaps, stream);
+}
+
+// Onto the current device, with all of its shared memory.
+template <class Chain, class In>
+cudaError_t load_pieces() {
+  int device = 0;
+  int shared_bytes = 0;
+  if (const cudaError_t status = cudaGetDevice(&device)) return status;
+  if (const cudaError_t status =
+          cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))
+    return status;
+  if constexpr (Chain::kNeedsStatistics) {
+    if (const cudaError_t status = load_group_statistics<Compute<In>, double>()) return status;
+  }
+  return cudaFuncSetAttribute(tensor_chain<Chain, In>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              shared_bytes);
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

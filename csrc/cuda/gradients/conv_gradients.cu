@@ -1,0 +1,341 @@
+#include "conv_gradients.cuh"
+
+#include <algorithm>
+
+#include "cuda/device/elements.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/workspace.cuh"
+#include "input_gradient.cuh"
+#include "plans.cuh"
+#include "weight_gradient.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+namespace {
+
+using cuda::Card;
+
+constexpr int kMostKernel = 7;
+constexpr int kMostPadding = 24;  // zeros stand beside a row: see kZeroGuardUnits
+
+constexpr int kStaticBytes = 256;  // of shared memory that a kernel has besides, at the most
+
+template <class Visit>
+auto visit_mode(const ConvBackward& conv, const Visit& visit) {
+  switch (conv.input.dtype) {
+    case DType::kBFloat16:
+      return visit(BFloat16{});
+    case DType::kFloat16:
+      return visit(Float16{});
+    default:
+      return conv.conv.tf32 ? visit(Float32Tf32{}) : visit(Float32Ieee{});
+  }
+}
+
+// ---- channels, balanced ----
+
+constexpr int kBalanceThreads = 128;
+constexpr int kMostBalance = 50;  // as an exponent
+
+// A row of the output's gradient has one scale. Behind a GroupNorm a channel with small weights has large
+// gradients: each is multiplied by the root of its largest weight, in powers of two, and its weights divided
+// by it. The root, as weights that are small by themselves must not make gradients small. A block for each
+// channel.
+__global__ void __launch_bounds__(kBalanceThreads) balance_channels(Tensor weight, float* balance) {
+  __shared__ unsigned of_warp[kBalanceThreads / kWarpThreads];
+  const int cols = int(weight.size[3]);
+  const int taps = int(weight.size[2]) * cols;
+  const float* const of_channel = static_cast<const float*>(weight.data) + blockIdx.x * weight.stride[0];
+  unsigned largest = 0;
+  for (int i = threadIdx.x; i < weight.size[1] * taps; i += kBalanceThreads) {
+    const int64_t at =
+        i / taps * weight.stride[1] + i % taps / cols * weight.stride[2] + i % cols * weight.stride[3];
+    largest = max(largest, finite_magnitude(of_channel[at]));
+  }
+  largest = largest_of_warp(largest);
+  if (lane_of_thread() == 0) of_warp[threadIdx.x / kWarpThreads] = largest;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (const unsigned of : of_warp) largest = max(largest, of);
+  const int exponent = largest > 0 ? exponent_of(largest) / 2 : 0;
+  balance[blockIdx.x] = power_of_two(min(max(exponent, -kMostBalance), kMostBalance));
+}
+
+// ---- the input, packed ----
+
+constexpr int kRowThreads = 256;
+constexpr int kRowPadding = 1;  // of a row in shared memory
+
+int64_t pack_bytes(const PackedRows& to) {
+  return to.channels * (to.cols + int64_t(kRowPadding)) * int64_t(sizeof(float));
+}
+
+// A block for each row of each sample.
+template <class Mode>
+__global__ void __launch_bounds__(kRowThreads) pack_rows(Tensor from, PackedRows to) {
+  using In = typename Mode::In;
+  extern __shared__ float values[];
+  __shared__ unsigned largest;
+  if (threadIdx.x == 0) largest = 0;
+  __syncthreads();
+  const int pitch = to.cols + kRowPadding;
+  const int64_t sample = blockIdx.x / to.rows;
+  const In* const row =
+      static_cast<const In*>(from.data) + sample * from.stride[0] + blockIdx.x % to.rows * from.stride[2];
+  unsigned of_thread = 0;
+  for (int c = threadIdx.x / kWarpThreads; c < to.channels; c += kRowThreads / kWarpThreads) {
+#pragma unroll 4
+    for (int col = lane_of_thread(); col < to.cols; col += kWarpThreads) {
+      const float x = widen<float>(row[c * from.stride[1] + col * from.stride[3]]);
+      values[c * pitch + col] = x;
+      of_thread = max(of_thread, finite_magnitude(x));
+    }
+  }
+  if (Mode::kScales) {
+    of_thread = largest_of_warp(of_thread);
+    if (lane_of_thread() == 0) atomicMax(&largest, of_thread);
+  }
+  __syncthreads();
+  pack_row<Mode, kRowThreads>(to, blockIdx.x, values, pitch, largest);
+}
+
+// ---- the weight's gradient, added up ----
+
+constexpr int kSlotThreads = 256;
+
+FUSEDCONV_INLINE int64_t values_of_slot(const WeightGradientPlan& plan, const ConvShape& shape) {
+  return int64_t(plan.out_blocks) * plan.in_blocks * shape.count_windows() * plan.channel_warps * kSlotValues;
+}
+
+// Adds up the slots in double: so many neighbouring weights a block, each by a few threads.
+__global__ void __launch_bounds__(kSlotThreads)
+    sum_weight_gradient(const float* slots, WeightGradientPlan plan, ConvShape shape, const float* balance,
+                        float* grad) {
+  constexpr int kLines = kSlotThreads / kWarpThreads;
+  __shared__ double of_line[kLines][kWarpThreads];
+  const int line = threadIdx.x / kWarpThreads;
+  const int lane = threadIdx.x % kWarpThreads;
+  const int64_t values = values_of_slot(plan, shape);
+  const int64_t value = int64_t(blockIdx.x) * kWarpThreads + lane;  // the blocks divide them
+  double sum = 0;
+#pragma unroll 4
+  for (int slot = line; slot < plan.slots; slot += kLines) sum += slots[slot * values + value];
+  of_line[line][lane] = sum;
+  __syncthreads();
+  if (line > 0) return;
+  for (int i = 1; i < kLines; ++i) sum += of_line[i][lane];
+  const int tap = int(value % (kTaps * kTaps));
+  int64_t rest = value / (kTaps * kTaps);
+  const int in_lane = int(rest % kUnitChannels);
+  rest /= kUnitChannels;
+  const int out_lane = int(rest % (kWarpChannels * plan.channel_warps));
+  rest /= kWarpChannels * plan.channel_warps;
+  const WindowPlace window(shape, int(rest % shape.count_windows()));
+  rest /= shape.count_windows();
+  const int in_channel = int(rest % plan.in_blocks) * kUnitChannels + in_lane;
+  const int out_channel = int(rest / plan.in_blocks) * kBlockChannels + out_lane;
+  const int down = window.down + tap / kTaps;
+  const int across = window.across + tap % kTaps;
+  if (in_channel >= shape.in_channels || out_channel >= shape.out_channels || down >= shape.kernel[0] ||
+      across >= shape.kernel[1])
+    return;
+  grad[((int64_t(out_channel) * shape.in_channels + in_channel) * shape.kernel[0] + down) * shape.kernel[1] +
+       across] = float(balance != nullptr ? sum / balance[out_channel] : sum);
+}
+
+// ---- loading, memory ----
+
+template <class Kernel>
+cudaError_t allow_shared_memory(Kernel* kernel, const Card& card) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, card.shared_bytes);
+}
+
+template <class Mode>
+cudaError_t load_mode(const Card& card) {
+  const Card rest{card.capability, card.multiprocessors, card.shared_bytes - kStaticBytes,
+                  card.overlaps_kernels};
+  if (const cudaError_t status = allow_shared_memory(pack_rows<Mode>, rest)) return status;
+  if (const cudaError_t status = allow_shared_memory(conv_weight_gradient<Mode>, rest)) return status;
+  return allow_shared_memory(conv_input_gradient<Mode>, rest);
+}
+
+// margin: of zeros that are read beside a row.
+template <class Mode>
+PackedRows packed_map(int channels, const int (&size)[2], int least_pitch, int margin) {
+  const int pitch = std::max(least_pitch, size[1] + margin);
+  return {nullptr, nullptr, nullptr, channels, chunks_of(channels), Mode::kParts, size[0], size[1], pitch};
+}
+
+// Of the output's gradient, all of a strip is read, and as much beside a row as windows have taps.
+template <class Mode>
+PackedRows packed_grads(const ConvShape& shape, const WeightGradientPlan& plan) {
+  return packed_map<Mode>(shape.out_channels, shape.out_size, plan.strips * plan.strip_cols,
+                          shape.windows[1] * kTaps - 1);
+}
+
+// So is the input, which may have padding: what is multiplied by zeros must be finite.
+template <class Mode>
+PackedRows packed_input(const ConvShape& shape, const WeightGradientPlan& plan) {
+  const int cols = plan.strips * plan.strip_cols + shape.windows[1] * kTaps - 1;
+  return packed_map<Mode>(shape.in_channels, shape.in_size, cols, shape.padding[1]);
+}
+
+void take_memory(PackedRows& packed, int64_t samples, Workspace& workspace) {
+  const Checked rows = Checked(samples) * packed.rows;
+  packed.units = workspace.take<uint4>(rows * packed_row_units(packed) + 2 * kGuardUnits) + kGuardUnits;
+  packed.exponents = workspace.take<int>(rows);
+}
+
+}  // namespace
+
+ConvShape conv_shape(const BackwardProblem& problem) {
+  const Tensor& input = problem.conv->input;
+  const Conv& conv = problem.conv->conv;
+  const int64_t* out = problem.v.size;
+  const int64_t* kernel = conv.weight.size + 2;
+  const auto narrow_size = [](int64_t size) { return Checked(size).to<int>(); };
+  return {narrow_size(input.size[1]),
+          narrow_size(out[1]),
+          {narrow_size(input.size[2]), narrow_size(input.size[3])},
+          {narrow_size(out[2]), narrow_size(out[3])},
+          {narrow_size(kernel[0]), narrow_size(kernel[1])},
+          {divide_up(narrow_size(kernel[0]), kTaps), divide_up(narrow_size(kernel[1]), kTaps)},
+          {narrow_size(conv.padding[0]), narrow_size(conv.padding[1])}};
+}
+
+std::string reason_against_gradients(const BackwardProblem& problem, const Card& card) {
+  const ConvBackward& backward = *problem.conv;
+  const Conv& conv = backward.conv;
+  if (backward.input.dtype == DType::kFloat64) return "float64";
+  if (card.capability < 80) return "no kernels of a conv for this card";
+  for (int d = 0; d < 2; ++d) {
+    if (conv.stride[d] != 1) return "stride";
+    if (conv.dilation[d] != 1) return "dilation";
+    if (conv.weight.size[2 + d] > kMostKernel) return "kernel larger than 7";
+    if (conv.weight.size[2 + d] > kTaps && backward.input.dtype != DType::kFloat32)
+      return "kernel larger than 3 in half precision";  // sums of windows would be rounded in between
+    if (conv.padding[d] > kMostPadding) return "padding";
+  }
+  return "";
+}
+
+bool ConvGradients::may_run(const BackwardProblem& problem, const Card& card) {
+  const int64_t bytes = visit_mode(*problem.conv, [&](auto mode) {
+    using Mode = decltype(mode);
+    const ConvShape shape = conv_shape(problem);
+    const int64_t of_input = plan_input<Mode>(shape, 1, card).shared_bytes;
+    return std::max(of_input, pack_bytes(packed_input<Mode>(shape, {})));
+  });
+  return bytes + kStaticBytes <= card.shared_bytes;
+}
+
+ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_samples, void* memory,
+                             const Card& card)
+    : conv_(*problem.conv), shape_(conv_shape(problem)) {
+  Workspace workspace(memory);
+  visit_mode(conv_, [&](auto mode) {
+    using Mode = decltype(mode);
+    weight_plan_ = plan_weight<Mode>(shape_, step_samples, card);
+    grads_ = packed_grads<Mode>(shape_, weight_plan_);
+    input_ = packed_input<Mode>(shape_, weight_plan_);
+    if (wants_weight() || wants_input()) {
+      take_memory(grads_, step_samples, workspace);
+      if (Mode::kScales) grads_.balance = balance_ = workspace.take<float>(shape_.out_channels);
+    }
+    if (wants_weight()) take_memory(input_, step_samples, workspace);
+    if (wants_input()) input_plan_ = plan_input<Mode>(shape_, step_samples, card);
+  });
+  if (wants_weight())
+    slots_ = workspace.take<float>(Checked(weight_plan_.slots) * values_of_slot(weight_plan_, shape_));
+  workspace_bytes_ = workspace.bytes();
+}
+
+int64_t ConvGradients::sample_bytes(const BackwardProblem& problem, const Card& card) {
+  return visit_mode(*problem.conv, [&](auto mode) {
+    using Mode = decltype(mode);
+    const ConvShape shape = conv_shape(problem);
+    const WeightGradientPlan plan = plan_weight<Mode>(shape, 1, card);
+    const PackedRows grads = packed_grads<Mode>(shape, plan);
+    const PackedRows input = packed_input<Mode>(shape, plan);
+    const Checked units = std::max(Checked(grads.rows) * packed_row_units(grads),
+                                   Checked(input.rows) * packed_row_units(input));
+    return (units * int64_t(sizeof(uint4))).value();
+  });
+}
+
+cudaError_t launch_balance(const Tensor& weight, float* balance, cudaStream_t stream) {
+  const LaunchShape shape{dim3(unsigned(weight.size[0])), kBalanceThreads, 0, false};
+  return launch_kernel(balance_channels, shape, stream, weight, balance);
+}
+
+cudaError_t launch_sum_of_slots(const float* slots, const WeightGradientPlan& plan, const ConvShape& shape,
+                                const float* balance, float* grad_weight, cudaStream_t stream) {
+  const LaunchShape launch{dim3(unsigned(values_of_slot(plan, shape) / kWarpThreads)), kSlotThreads, 0,
+                           false};
+  return launch_kernel(sum_weight_gradient, launch, stream, slots, plan, shape, balance, grad_weight);
+}
+
+cudaError_t ConvGradients::launch_before_steps(cudaStream_t stream) const {
+  return balance_ == nullptr ? cudaSuccess : launch_balance(conv_.conv.weight, balance_, stream);
+}
+
+cudaError_t ConvGradients::launch_step(int64_t first, int64_t samples, cudaStream_t stream) const {
+  return visit_mode(conv_, [&](auto mode) {
+    using Mode = decltype(mode);
+    if (wants_weight()) {
+      if (const cudaError_t status = add_to_weight<Mode>(input_from(first, samples), first == 0, stream))
+        return status;
+    }
+    return wants_input() ? write_input<Mode>(first, samples, stream) : cudaSuccess;
+  });
+}
+
+Tensor ConvGradients::input_from(int64_t first, int64_t samples) const {
+  Tensor input = conv_.input;
+  input.data = static_cast<char*>(input.data) + first * input.stride[0] * bytes_of(input.dtype);
+  input.size[0] = samples;
+  return input;
+}
+
+template <class Mode>
+cudaError_t ConvGradients::add_to_weight(const Tensor& input, bool is_first, cudaStream_t stream) const {
+  const WeightGradientPlan& plan = weight_plan_;
+  const int64_t samples = input.size[0];
+  const LaunchShape pack{dim3(unsigned(samples * input_.rows)), kRowThreads, int(pack_bytes(input_)), false};
+  if (const cudaError_t status = launch_kernel(pack_rows<Mode>, pack, stream, input, input_)) return status;
+  const WeightGradientWork work{
+      shape_, plan, grads_, input_, slots_, !is_first, int(samples * plan.strips * plan.segments)};
+  const LaunchShape shape{dim3(plan.blocks, plan.out_blocks * plan.in_blocks * shape_.count_windows()),
+                          kWeightThreads, int(sizeof(WeightShared<Mode>)), false};
+  return launch_kernel(conv_weight_gradient<Mode>, shape, stream, work);
+}
+
+template <class Mode>
+cudaError_t ConvGradients::write_input(int64_t first, int64_t samples, cudaStream_t stream) const {
+  const InputGradientPlan& plan = input_plan_;
+  const int64_t sample = int64_t(shape_.in_channels) * shape_.in_size[0] * shape_.in_size[1];
+  void* const to =
+      static_cast<char*>(conv_.grad_input.data) + first * sample * bytes_of(conv_.grad_input.dtype);
+  const InputGradientWork work{
+      shape_, plan, grads_, conv_.conv.weight, to, int(samples * plan.strips * plan.segments)};
+  const LaunchShape shape{dim3(plan.blocks, plan.in_blocks), kInputThreads, plan.shared_bytes, false};
+  return launch_kernel(conv_input_gradient<Mode>, shape, stream, work);
+}
+
+cudaError_t ConvGradients::launch_weight(cudaStream_t stream) const {
+  if (!wants_weight()) return cudaSuccess;
+  return launch_sum_of_slots(slots_, weight_plan_, shape_, balance_, static_cast<float*>(conv_.grad_weight),
+                             stream);
+}
+
+cudaError_t ConvGradients::load(const Card& card) {
+  if (const cudaError_t status = load_kernel(balance_channels)) return status;
+  if (const cudaError_t status = load_kernel(sum_weight_gradient)) return status;
+  if (const cudaError_t status = load_mode<Float32Ieee>(card)) return status;
+  if (const cudaError_t status = load_mode<Float32Tf32>(card)) return status;
+  if (const cudaError_t status = load_mode<BFloat16>(card)) return status;
+  return load_mode<Float16>(card);
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,323 @@
+// The gradient of a conv's input: the output's gradient times the weight, turned around. A row of the
+// output's gradient adds to as many rows of the input's as the kernel has taps down, whose sums go along in
+// registers while warps walk down a strip.
+#pragma once
+
+#include "products.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+constexpr int kInputThreads = 128;
+constexpr int kInputWarps = kInputThreads / kWarpThreads;
+constexpr int kWarpBlocks = 2;  // of 16 pixels, that a warp has
+constexpr int kWarpPixels = kWarpBlocks * 16;
+constexpr int kStageChunks = 4;  // of the output's channels, that come in together
+constexpr int kStageSteps = kStageChunks / 2;
+constexpr int kStages = 2;
+
+constexpr int kStepWords = kTaps * kTaps * kWarpThreads;  // pairs of words of the weight, for one step's part
+
+// Units of a strip's row: its pixels and those that the taps add.
+FUSEDCONV_INLINE int stage_cols(int strip_warps) { return strip_warps * kWarpPixels + kTaps - 1; }
+
+struct InputGradientWork {
+  ConvShape shape;
+  InputGradientPlan plan;
+  PackedRows grads;  // of this step's samples
+  Tensor weight;
+  void* grad_input;  // contiguous
+  int units;         // strips of all samples
+};
+
+// In shared memory: stages, each of [strips][chunks][parts][cols] units, then the words of a window of the
+// weight, [steps][parts][taps across][taps down][lanes].
+template <class Mode>
+struct InputLayout {
+  int stage_units, weights_at, bytes;
+
+  FUSEDCONV_INLINE explicit InputLayout(const InputGradientPlan& plan) {
+    stage_units = kInputWarps / plan.strip_warps * kStageChunks * Mode::kParts * stage_cols(plan.strip_warps);
+    weights_at = kStages * stage_units * int(sizeof(uint4));
+    bytes = weights_at + plan.stages * kStageSteps * Mode::kParts * kStepWords * int(sizeof(uint2));
+  }
+};
+
+template <class Mode>
+class InputGradientBlock {
+  using In = typename Mode::In;
+  using Element = typename Mode::Element;
+  static constexpr int kParts = Mode::kParts;
+
+  struct Strip {
+    bool exists;
+    int row, col;  // the first ones of the input
+    int sample;
+  };
+
+ public:
+  __device__ InputGradientBlock(const InputGradientWork& work, uint8_t* shared)
+      : work_(work),
+        layout_(work.plan),
+        stages_(reinterpret_cast<uint4*>(shared)),
+        weights_(reinterpret_cast<uint2*>(shared + layout_.weights_at)),
+        cols_(stage_cols(work.plan.strip_warps)),
+        lane_(threadIdx.x % kWarpThreads),
+        warp_(threadIdx.x / kWarpThreads),
+        strips_at_once_(kInputWarps / work.plan.strip_warps),
+        strip_of_warp_(warp_ / work.plan.strip_warps),
+        warp_col_(warp_ % work.plan.strip_warps * kWarpPixels) {}
+
+  __device__ void run() {
+    if (Mode::kScales) weight_exponent_ = scale_exponent(largest_weight());
+    for (int i = 0; i < work_.shape.count_windows(); ++i) {
+      const WindowPlace window(work_.shape, i);
+      __syncthreads();  // of the window before, all is read
+      load_weights(window);
+      const int step = gridDim.x * strips_at_once_;
+      for (int first = blockIdx.x * strips_at_once_; first < work_.units; first += step)
+        walk(first, window, i > 0);
+    }
+  }
+
+ private:
+  __device__ Strip strip_of(int unit) const {
+    const InputGradientPlan& plan = work_.plan;
+    const int rest = unit / plan.segments;
+    return {unit < work_.units, unit % plan.segments * plan.strip_rows,
+            rest % plan.strips * plan.strip_warps * kWarpPixels, rest / plan.strips};
+  }
+
+  // ---- the weight ----
+
+  // As lanes take it: of the column lane / 4, which is a channel of the input, rows 2 * (lane % 4) and the
+  // next, and 8 further down, which are channels of the output.
+  __device__ void load_weights(const WindowPlace& window) {
+    const float scale = power_of_two(weight_exponent_);
+    const int count = work_.plan.stages * kStageSteps * kStepWords;
+    for (int i = threadIdx.x; i < count; i += kInputThreads) {
+      const int lane = i % kWarpThreads;
+      const int down = i / kWarpThreads % kTaps;
+      const int across = i / kWarpThreads / kTaps % kTaps;
+      const int step = i / kStepWords;
+      const int channel = step * 2 * kUnitChannels + lane % 4 * 2;
+      float x[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        x[k] = scale * weight(channel + k / 2 * kUnitChannels + k % 2, lane / 4, window.down + down,
+                              window.across + across);
+      uint2* const to = weights_ + step * kParts * kStepWords + i % kStepWords;
+      if constexpr (kParts == 2) {
+        const SplitPair first = split_pair(x[0], x[1]);
+        const SplitPair second = split_pair(x[2], x[3]);
+        to[0] = {first.high, second.high};
+        to[kStepWords] = {first.low, second.low};
+      } else {
+        to[0] = {narrow_pair<Element>(x[0], x[1]), narrow_pair<Element>(x[2], x[3])};
+      }
+    }
+  }
+
+  // As it meets the output's gradient, whose channels are balanced.
+  __device__ float weight(int out_channel, int in_lane, int down, int across) const {
+    const int in_channel = blockIdx.y * kUnitChannels + in_lane;
+    if (in_channel >= work_.shape.in_channels || out_channel >= work_.shape.out_channels ||
+        down >= work_.shape.kernel[0] || across >= work_.shape.kernel[1])
+      return 0;
+    const int64_t* stride = work_.weight.stride;
+    const int64_t at =
+        out_channel * stride[0] + in_channel * stride[1] + down * stride[2] + across * stride[3];
+    const float x = widen<float>(static_cast<const In*>(work_.weight.data)[at]);
+    return Mode::kScales ? x / work_.grads.balance[out_channel] : x;
+  }
+
+  // Of this block's channels.
+  __device__ unsigned largest_weight() const {
+    __shared__ unsigned most;
+    if (threadIdx.x == 0) most = 0;
+    __syncthreads();
+    const int rows = work_.shape.kernel[0];
+    const int cols = work_.shape.kernel[1];
+    unsigned of_thread = 0;
+    for (int i = threadIdx.x; i < work_.shape.out_channels * kUnitChannels * rows * cols;
+         i += kInputThreads) {
+      const int rest = i / (rows * cols);
+      const float x = weight(rest / kUnitChannels, rest % kUnitChannels, i / cols % rows, i % cols);
+      of_thread = max(of_thread, finite_magnitude(x));
+    }
+    atomicMax(&most, of_thread);
+    __syncthreads();
+    return most;
+  }
+
+  // ---- down a strip ----
+
+  // A step is a stage of a row, which comes in while the one before is multiplied. adds: to what windows
+  // before left.
+  __device__ void walk(int first_unit, const WindowPlace& window, bool adds) {
+    const int steps = (work_.plan.strip_rows + kTaps - 1) * work_.plan.stages;
+    const Strip strip = strip_of(first_unit + strip_of_warp_);
+    __syncthreads();  // of the strips before, all is read, and the weights are written
+    load(first_unit, window, 0);
+    Sums sums{};
+    int stage = 0;
+    int row = 0;
+    for (int step = 0; step < steps; ++step) {
+      wait_for_copies();
+      __syncthreads();
+      if (step + 1 < steps) load(first_unit, window, step + 1);
+      const int y = grad_row(strip, window, row);
+      if (has_row(strip, y)) multiply(window, stage, step % kStages, exponent_of_row(strip, y), sums);
+      if (++stage < work_.plan.stages) continue;
+      if (row >= kTaps - 1) store(strip, strip.row + row - (kTaps - 1), sums, adds);
+      move_rows(sums);
+      stage = 0;
+      ++row;
+    }
+  }
+
+  // Of the output's gradient, counted from the first that the strip's first row meets.
+  __device__ int grad_row(const Strip& strip, const WindowPlace& window, int row) const {
+    return strip.row + row + work_.shape.padding[0] - window.down - (kTaps - 1);
+  }
+  __device__ bool has_row(const Strip& strip, int y) const {
+    return strip.exists && y >= 0 && y < work_.grads.rows;
+  }
+  __device__ int exponent_of_row(const Strip& strip, int y) const {
+    return Mode::kScales ? work_.grads.exponents[strip.sample * work_.grads.rows + y] : 0;
+  }
+
+  __device__ void load(int first_unit, const WindowPlace& window, int step) const {
+    const int row = step / work_.plan.stages;
+    for (int s = 0; s < strips_at_once_; ++s) {
+      const Strip strip = strip_of(first_unit + s);
+      const int y = grad_row(strip, window, row);
+      if (has_row(strip, y))
+        load_row(strip, y, window, (step - row * work_.plan.stages) * kStageChunks,
+                 stages_ + step % kStages * layout_.stage_units + s * kStageChunks * kParts * cols_);
+    }
+  }
+
+  // What stands before a row and behind its end are zeros, as many as taps reach.
+  __device__ void load_row(const Strip& strip, int y, const WindowPlace& window, int first_chunk,
+                           uint4* to) const {
+    const PackedRows& grads = work_.grads;
+    const uint4* from = grads.units + (strip.sample * grads.rows + y) * packed_row_units(grads) +
+                        (first_chunk * kParts + warp_) * grads.pitch + strip.col + work_.shape.padding[1] -
+                        window.across - (kTaps - 1) + lane_;
+    to += warp_ * cols_ + lane_;
+    const int planes = min(grads.chunks - first_chunk, kStageChunks) * kParts;
+    for (int plane = warp_; plane < planes; plane += kInputWarps) {
+#pragma unroll 4
+      for (int col = lane_; col < cols_; col += kWarpThreads)
+        copy_pack<1>(to + (col - lane_), from + (col - lane_));
+      from += kInputWarps * grads.pitch;
+      to += kInputWarps * cols_;
+    }
+  }
+
+  using Sums = float[kWarpBlocks][kTaps][4];  // of the rows that tap 0 adds to, tap 1, tap 2
+
+  // The sums of a stage are rounded by themselves: the tensor cores cut off what they add up.
+  // Taps that the kernel lacks are left out: NaN times zero would be NaN.
+  __device__ void multiply(const WindowPlace& window, int stage, int place, int exponent, Sums& sums) const {
+    const int steps = min(work_.grads.chunks / 2 - stage * kStageSteps, kStageSteps);
+    const int taps_down = work_.shape.kernel[0] - window.down;
+    const int taps_across = work_.shape.kernel[1] - window.across;
+    float d[kWarpBlocks][kTaps][4]{};
+    const uint4* const units = stages_ + place * layout_.stage_units +
+                               (strip_of_warp_ * kStageChunks + lane_ / 16) * kParts * cols_ + warp_col_ +
+                               lane_ % 16 + kTaps - 1;
+    const uint2* const weights = weights_ + stage * kStageSteps * kParts * kStepWords + lane_;
+#pragma unroll
+    for (int step = 0; step < kStageSteps; ++step) {
+      if (step >= steps) break;
+#pragma unroll
+      for (int across = 0; across < kTaps; ++across) {
+        if (across >= taps_across) break;
+        uint32_t a[kWarpBlocks][kParts][4];
+        uint32_t b[kTaps][kParts][2];
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+          for (int block = 0; block < kWarpBlocks; ++block)
+            load_matrices(a[block][part],
+                          shared_address(units + (step * 2 * kParts + part) * cols_ + block * 16 - across));
+#pragma unroll
+          for (int down = 0; down < kTaps; ++down) {
+            const uint2 words =
+                weights[(step * kParts + part) * kStepWords + (across * kTaps + down) * kWarpThreads];
+            b[down][part][0] = words.x;
+            b[down][part][1] = words.y;
+          }
+        }
+#pragma unroll
+        for (int product = 0; product < kProducts<Mode>; ++product) {
+#pragma unroll
+          for (int block = 0; block < kWarpBlocks; ++block) {
+#pragma unroll
+            for (int down = 0; down < kTaps; ++down)
+              if (down < taps_down) multiply_parts<Mode>(product, d[block][down], a[block], b[down]);
+          }
+        }
+      }
+    }
+    const Unscale unscale(exponent + weight_exponent_);
+#pragma unroll
+    for (int block = 0; block < kWarpBlocks; ++block) {
+#pragma unroll
+      for (int down = 0; down < kTaps; ++down) unscale.add(sums[block][down], d[block][down]);
+    }
+  }
+
+  // What the row's first tap adds to is complete.
+  __device__ void store(const Strip& strip, int row, const Sums& sums, bool adds) const {
+    const ConvShape& shape = work_.shape;
+    if (!strip.exists || row >= shape.in_size[0]) return;
+    const int map = shape.in_size[0] * shape.in_size[1];
+    In* const to = static_cast<In*>(work_.grad_input) + int64_t(strip.sample) * shape.in_channels * map +
+                   row * shape.in_size[1];
+#pragma unroll
+    for (int block = 0; block < kWarpBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int col = strip.col + warp_col_ + block * 16 + i / 2 * 8 + lane_ / 4;
+        const int channel = blockIdx.y * kUnitChannels + lane_ % 4 * 2 + i % 2;
+        if (col >= shape.in_size[1] || channel >= shape.in_channels) continue;
+        In* const place = to + channel * map + col;
+        *place = narrow<In>(adds ? widen<float>(*place) + sums[block][0][i] : sums[block][0][i]);
+      }
+    }
+  }
+
+  // The next row of the output's gradient adds to rows one further down.
+  __device__ static void move_rows(Sums& sums) {
+#pragma unroll
+    for (int block = 0; block < kWarpBlocks; ++block) {
+#pragma unroll
+      for (int down = 0; down < kTaps; ++down) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[block][down][i] = down + 1 < kTaps ? sums[block][down + 1][i] : 0;
+      }
+    }
+  }
+
+  const InputGradientWork& work_;
+  const InputLayout<Mode> layout_;
+  uint4* const stages_;
+  uint2* const weights_;
+  const int cols_, lane_, warp_, strips_at_once_, strip_of_warp_, warp_col_;
+  int weight_exponent_ = 0;
+};
+
+template <class Mode>
+__global__ void __launch_bounds__(kInputThreads, 4)
+    conv_input_gradient(const __grid_constant__ InputGradientWork work) {
+  if constexpr (kConvCompiles) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    InputGradientBlock<Mode>(work, shared).run();
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

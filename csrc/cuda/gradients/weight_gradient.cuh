@@ -1,0 +1,240 @@
+// The gradient of a conv's weight: for each tap the products of the output's gradient, whose rows are
+// channels, with the input, shifted by the tap, summed over pixels. Sums of blocks stand apart, in slots, and
+// are added up in one order at the end.
+#pragma once
+
+#include "products.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+constexpr int kWeightThreads = 128;
+constexpr int kWeightWarps = kWeightThreads / kWarpThreads;
+constexpr int kBlockChannels = kWeightWarps * kWarpChannels;
+constexpr int kBlockChunks = kBlockChannels / kUnitChannels;
+constexpr int kStepPixels = 16;
+constexpr int kMostStripCols = 64;
+constexpr int kInputCols = kMostStripCols + kTaps - 1;
+constexpr int kInputRows = 4;  // that stand in shared memory: those of the taps and the next one
+
+// Of a multiprocessor, at the least: the registers of a thread follow.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kWeightBlocks = 3;
+#else
+constexpr int kWeightBlocks = 4;
+#endif
+
+struct WeightGradientWork {
+  ConvShape shape;
+  WeightGradientPlan plan;
+  PackedRows grads;  // of this step's samples
+  PackedRows input;
+  float* slots;  // [slots][out_blocks][in_blocks][windows][channel_warps][kSlotValues]
+  bool adds;     // to what earlier steps left there
+  int units;     // strips of all samples
+};
+
+template <class Mode>
+struct WeightShared {
+  uint4 grads[2][kBlockChunks][Mode::kParts][kMostStripCols];
+  uint4 input[kInputRows][Mode::kParts][kInputCols];
+};
+
+template <class Mode>
+class WeightGradientBlock {
+  static constexpr int kParts = Mode::kParts;
+  using Shared = WeightShared<Mode>;
+
+ public:
+  __device__ WeightGradientBlock(const WeightGradientWork& work, Shared& shared)
+      : work_(work),
+        shared_(shared),
+        lane_(threadIdx.x % kWarpThreads),
+        warp_(threadIdx.x / kWarpThreads),
+        channel_warp_(warp_ % work.plan.channel_warps),
+        part_(warp_ / work.plan.channel_warps),
+        parts_(kWeightWarps / work.plan.channel_warps),
+        window_(work.shape, int(blockIdx.y) % work.shape.count_windows()),
+        first_chunk_(int(blockIdx.y) / work.shape.count_windows() / work.plan.in_blocks * kBlockChunks),
+        chunks_(min(work.grads.chunks - first_chunk_, kBlockChunks)),
+        in_chunk_(int(blockIdx.y) / work.shape.count_windows() % work.plan.in_blocks) {}
+
+  __device__ void run() {
+    for (int unit = blockIdx.x; unit < work_.units; unit += gridDim.x) add_strip(unit);
+    write();
+  }
+
+ private:
+  struct Strip {
+    int sample, first_row, rows, col;
+  };
+
+  __device__ Strip strip_of(int unit) const {
+    const WeightGradientPlan& plan = work_.plan;
+    const int first_row = unit % plan.segments * plan.strip_rows;
+    return {unit / plan.segments / plan.strips, first_row,
+            min(plan.strip_rows, work_.shape.out_size[0] - first_row),
+            unit / plan.segments % plan.strips * plan.strip_cols};
+  }
+
+  // Rows come in while those before are multiplied.
+  __device__ void add_strip(int unit) {
+    const Strip strip = strip_of(unit);
+    for (int tap = 0; tap < kTaps; ++tap) load_input(strip, tap);
+    load_grads(strip, 0);
+    for (int row = 0; row < strip.rows; ++row) {
+      wait_for_copies();
+      __syncthreads();
+      if (row + 1 < strip.rows) {
+        load_input(strip, row + kTaps);
+        load_grads(strip, row + 1);
+      }
+      if (channel_warp_ * 2 < chunks_) add_row(strip, row);
+    }
+    __syncthreads();  // the next strip writes where this one's rows stand
+  }
+
+  // What stands behind a row's end are zeros, as many as strips have columns too many.
+  __device__ void load_grads(const Strip& strip, int row) const {
+    const PackedRows& grads = work_.grads;
+    const uint4* from = grads.units +
+                        (strip.sample * grads.rows + strip.first_row + row) * packed_row_units(grads) +
+                        (first_chunk_ * kParts + warp_) * grads.pitch + strip.col + lane_;
+    uint4* to = &shared_.grads[row % 2][0][0][0] + warp_ * kMostStripCols + lane_;
+    for (int plane = warp_; plane < chunks_ * kParts; plane += kWeightWarps) {
+      for (int col = lane_; col < work_.plan.strip_cols; col += kWarpThreads)
+        copy_pack<1>(to + (col - lane_), from + (col - lane_));
+      from += kWeightWarps * grads.pitch;
+      to += kWeightWarps * kMostStripCols;
+    }
+  }
+
+  __device__ void load_input(const Strip& strip, int row) const {
+    const PackedRows& input = work_.input;
+    const bool exists = has_input(strip, row);
+    const uint4* const from =
+        input.units + (strip.sample * input.rows + input_row(strip, row)) * packed_row_units(input) +
+        in_chunk_ * kParts * input.pitch + strip.col + window_.across - work_.shape.padding[1];
+    for (int part = warp_; part < kParts; part += kWeightWarps) {
+      for (int col = lane_; col < work_.plan.strip_cols + kTaps - 1; col += kWarpThreads) {
+        uint4* const to = &shared_.input[row % kInputRows][part][col];
+        if (exists) {
+          copy_pack<1>(to, from + part * input.pitch + col);
+        } else {
+          *to = {};
+        }
+      }
+    }
+  }
+
+  // Of the input, counted from the first one that the strip's first row meets.
+  __device__ int input_row(const Strip& strip, int row) const {
+    return strip.first_row + row + window_.down - work_.shape.padding[0];
+  }
+  __device__ bool has_input(const Strip& strip, int row) const {
+    const int y = input_row(strip, row);
+    return y >= 0 && y < work_.input.rows;
+  }
+
+  // Of the products of a row of the output's gradient and the row of the input that a tap meets.
+  __device__ int exponent_of(const Strip& strip, int row, int tap) const {
+    if (!Mode::kScales || !has_input(strip, row + tap)) return 0;
+    return work_.grads.exponents[strip.sample * work_.grads.rows + strip.first_row + row] +
+           work_.input.exponents[strip.sample * work_.input.rows + input_row(strip, row + tap)];
+  }
+
+  // The sums of a row are rounded by themselves: the tensor cores cut off what they add up.
+  __device__ void add_row(const Strip& strip, int row) {
+    float d[kTaps][kTaps][4]{};
+#pragma unroll 1
+    for (int col = part_ * kStepPixels; col < work_.plan.strip_cols; col += parts_ * kStepPixels) {
+      uint32_t a[kParts][4];
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        // Channels 0 to 7 and 8 to 15 of the first pixels, then of the next.
+        const uint4* const from =
+            &shared_
+                 .grads[row % 2][channel_warp_ * 2 + lane_ / 8 % 2][part][col + lane_ / 16 * 8 + lane_ % 8];
+        load_transposed(a[part], shared_address(from));
+      }
+#pragma unroll
+      for (int y = 0; y < kTaps; ++y) {
+        uint32_t b[kTaps][kParts][2];
+        load_input_steps(b, row + y, col);
+#pragma unroll
+        for (int product = 0; product < kProducts<Mode>; ++product) {
+#pragma unroll
+          for (int x = 0; x < kTaps; ++x) multiply_parts<Mode>(product, d[y][x], a, b[x]);
+        }
+      }
+    }
+#pragma unroll
+    for (int y = 0; y < kTaps; ++y) {
+      const Unscale unscale(exponent_of(strip, row, y));
+#pragma unroll
+      for (int x = 0; x < kTaps; ++x) unscale.add(sums_[y][x], d[y][x]);
+    }
+  }
+
+  // Of 16 pixels of a row, shifted by each tap.
+  __device__ void load_input_steps(uint32_t (&b)[kTaps][kParts][2], int row, int col) const {
+    const auto address = [&](int part, int tap, int half) {
+      return shared_address(&shared_.input[row % kInputRows][part][col + tap + half * 8 + lane_ % 8]);
+    };
+    uint32_t words[4];
+    if constexpr (kParts == 2) {
+#pragma unroll
+      for (int tap = 0; tap < kTaps; ++tap) {
+        load_transposed(words, address(lane_ / 16, tap, lane_ / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) b[tap][i / 2][i % 2] = words[i];
+      }
+    } else {
+#pragma unroll
+      for (int tap = 0; tap < kTaps; tap += 2) {  // two at a time; the last one twice
+        load_transposed(words, address(0, min(tap + lane_ / 16, kTaps - 1), lane_ / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (tap + i / 2 < kTaps) b[tap + i / 2][0][i % 2] = words[i];
+      }
+    }
+  }
+
+  __device__ void write() const {
+    const int64_t slot = blockIdx.x * parts_ + part_;
+    float* const to =
+        work_.slots +
+        ((slot * gridDim.y + blockIdx.y) * work_.plan.channel_warps + channel_warp_) * kSlotValues;
+#pragma unroll
+    for (int tap = 0; tap < kTaps * kTaps; ++tap) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int out_channel = lane_ / 4 + i / 2 * 8;
+        const int in_channel = lane_ % 4 * 2 + i % 2;
+        float* const sum = to + (out_channel * kUnitChannels + in_channel) * kTaps * kTaps + tap;
+        const float mine = sums_[tap / kTaps][tap % kTaps][i];
+        *sum = work_.adds ? *sum + mine : mine;
+      }
+    }
+  }
+
+  const WeightGradientWork& work_;
+  Shared& shared_;
+  const int lane_, warp_, channel_warp_, part_, parts_;
+  const WindowPlace window_;
+  const int first_chunk_, chunks_;  // of the output's channels
+  const int in_chunk_;
+  float sums_[kTaps][kTaps][4]{};
+};
+
+template <class Mode>
+__global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
+    conv_weight_gradient(const __grid_constant__ WeightGradientWork work) {
+  if constexpr (kConvCompiles) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    WeightGradientBlock<Mode>(work, *reinterpret_cast<WeightShared<Mode>*>(shared)).run();
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

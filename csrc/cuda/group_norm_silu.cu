@@ -1,3 +1,0 @@
-#include "run_chain.cuh"
-
-FUSEDCONV_CUDA_CHAIN(group_norm_silu, GroupNormSilu)

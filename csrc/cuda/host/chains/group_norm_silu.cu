@@ -1,0 +1,3 @@
+#include "cuda/host/run_chain.cuh"
+
+FUSEDCONV_CUDA_CHAIN(group_norm_silu, GroupNormSilu)

@@ -1,0 +1,45 @@
+// The CUDA backend as the rest sees it; entry_absent.cpp answers for a build without CUDA.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/problem.h"
+
+namespace fusedconv {
+
+std::string cuda_version();        // of the toolkit this was built with, or "not built"
+std::string cuda_architectures();  // "90", "80;90a"; empty without CUDA
+std::vector<std::string> cuda_chains();
+// Throws std::invalid_argument if FUSEDCONV_CUDA_SOURCE asks for what there is not.
+void check_cuda_source();
+// Empty if the device can run this build's kernels, else the reason.
+std::string cuda_status(int device);
+
+// A chain that is ready to run on one device, for problems that differ in their pointers only.
+struct CudaLaunch {
+  bool runs;         // false: the conv is left to PyTorch
+  std::string plan;  // in words
+  size_t workspace;  // bytes of memory on the device that a run wants, at a multiple of 256
+  // Queues it on a stream.
+  std::function<void(const Problem& problem, void* workspace, void* stream)> run;
+};
+
+// Throws std::invalid_argument for a chain without a kernel. Where CUDA fails, here or in a run, and where a
+// given tensor's sizes are beyond what can be computed, std::runtime_error names the operator and says why.
+CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device);
+
+// The same for backward. runs is false where the conv is left to PyTorch: then v must be given; and where v
+// is given and no kernel serves.
+struct CudaBackward {
+  bool runs;
+  std::string plan;
+  size_t workspace;
+  std::function<void(const BackwardProblem& problem, void* workspace, void* stream)> run;
+};
+
+CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardProblem& problem, int device);
+
+}  // namespace fusedconv

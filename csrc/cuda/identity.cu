@@ -1,3 +1,0 @@
-#include "run_chain.cuh"
-
-FUSEDCONV_CUDA_CONV(identity, Identity)

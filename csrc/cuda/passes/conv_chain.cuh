@@ -1,0 +1,133 @@
+// A chain with its conv: from a plan to launches. Reads from top to bottom: which passes a chain takes, what
+// memory they need, and in which order they are queued.
+#pragma once
+
+#include "launch_pass.cuh"
+#include "logsumexp.cuh"
+#include "pool.cuh"
+#include "pooled_pointwise.cuh"
+#include "resident.cuh"
+#include "store.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+template <class Chain>
+struct ConvChain {
+  static constexpr bool kPools = Chain::Reduce::kPools;
+  // It needs statistics of all the conv's output before any of it is finished.
+  static constexpr bool kWaitsForNorms = Chain::kNeedsStatistics && !kPools;
+
+  static ConvPlan plan(const Problem& problem, const Card& card) {
+    return cuda::plan_conv(problem, {kPools, kWaitsForNorms}, card);
+  }
+
+  // As a Kernel has it: the plan knows the card.
+  static size_t workspace(const Problem& problem, const ConvPlan& plan, const Card&) {
+    return conv_problem(problem, plan, nullptr).second;
+  }
+
+  static cudaError_t launch(const Problem& problem, const ConvPlan& plan, void* workspace, const Card& card,
+                            cudaStream_t stream) {
+    if (element_count(problem.output) == 0) return cudaSuccess;
+    const ConvProblem p = conv_problem(problem, plan, workspace).first;
+    cudaError_t status = cudaErrorInvalidValue;
+    visit_modes(problem, plan.source, [&](auto source, auto mode) {
+      status = launch_passes<decltype(source), decltype(mode)>(p, plan, card, stream);
+    });
+    return status;
+  }
+
+  // Loads the kernels onto the current device and lets them use all of its shared memory.
+  static cudaError_t load(const Card& card) {
+    cudaError_t status = cudaSuccess;
+    for_each_mode([&](auto source, auto mode) {
+      if (status == cudaSuccess) status = load_passes<decltype(source), decltype(mode)>(card);
+    });
+    if (status == cudaSuccess && Chain::kNeedsStatistics) status = load_group_statistics<float, float>();
+    if constexpr (kPools) {
+      if (status == cudaSuccess) status = load_pointwise<Chain>();
+    }
+    return status;
+  }
+
+ private:
+  template <class Mode>
+  using LastPass =
+      std::conditional_t<Chain::Reduce::kReducesChannels, LogSumExpPass<Chain, Mode>, StorePass<Chain, Mode>>;
+
+  static std::pair<ConvProblem, size_t> conv_problem(const Problem& problem, const ConvPlan& plan,
+                                                     void* base) {
+    const ConvTiling& t = plan.tiling;
+    Workspace workspace(base);
+    ConvProblem p = packed_problem(problem, plan, workspace);
+    p.statistics = problem.statistics;
+    const Checked channels = Checked(problem.input.size[0]) * t.out_channels;
+    if (Chain::kNeedsStatistics) {
+      p.norms = workspace.take<Norm<float>>(channels);
+      p.parts = workspace.take<Part<float>>(channels * parts_per_channel(t));
+    }
+    if (plan.is_resident) {
+      p.norm_shape = norm_shape(t, int(problem.arguments.num_groups));
+      p.tile_parts =
+          workspace.take<TilePart>(Checked(problem.input.size[0]) * p.norm_shape.groups * p.norm_shape.tiles);
+    }
+    if (kPools) p.pooled = workspace.take<float>(channels * problem.output.size[2] * problem.output.size[3]);
+    return {p, workspace.bytes()};
+  }
+
+  template <class S, class Mode>
+  static cudaError_t launch_passes(const ConvProblem& p, const ConvPlan& plan, const Card& card,
+                                   cudaStream_t stream) {
+    if (const cudaError_t status = launch_pack<Mode>(p, stream)) return status;
+    if constexpr (kWaitsForNorms && std::is_same_v<S, Sm90a>) {
+      if (plan.is_resident) {
+        const cudaError_t status = launch_pass<S, Mode, ResidentPass<Chain, Mode>, true>(p, card, stream);
+        if (status != cudaErrorCooperativeLaunchTooLarge) return status;
+        cudaGetLastError();  // the stream has fewer multiprocessors than the card: two passes do with any
+                             // number
+      }
+    }
+    if constexpr (kPools) {
+      if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain, false>>(p, card, stream))
+        return status;
+      if (const cudaError_t status = launch_norms(p, card, stream)) return status;
+      return launch_pointwise<Chain>(p, card.overlaps_kernels, stream);
+    } else {
+      if constexpr (Chain::kNeedsStatistics) {
+        using Moments = MomentsPass<typename Chain::Pre>;
+        if (const cudaError_t status = launch_pass<S, Mode, Moments>(p, card, stream)) return status;
+        if (const cudaError_t status = launch_norms(p, card, stream)) return status;
+      }
+      return launch_pass<S, Mode, LastPass<Mode>>(p, card, stream);
+    }
+  }
+
+  template <class S, class Mode>
+  static cudaError_t load_passes(const Card& card) {
+    if (const cudaError_t status = load_pack<Mode>()) return status;
+    if constexpr (kPools) {
+      return load_pass<S, Mode, PoolPass<Chain, false>>(card);
+    } else {
+      if constexpr (kWaitsForNorms) {
+        if (const cudaError_t status = load_pass<S, Mode, MomentsPass<typename Chain::Pre>>(card))
+          return status;
+      }
+      if constexpr (kWaitsForNorms && std::is_same_v<S, Sm90a>) {
+        if (const cudaError_t status = load_pass<S, Mode, ResidentPass<Chain, Mode>>(card)) return status;
+      }
+      return load_pass<S, Mode, LastPass<Mode>>(card);
+    }
+  }
+
+  static cudaError_t launch_norms(const ConvProblem& p, const Card& card, cudaStream_t stream) {
+    const ConvTiling& t = p.tiling;
+    return launch_statistics<float>(p.parts, parts_per_channel(t), p.input.size[0], t.out_channels,
+                                    int64_t(t.out_size[0]) * t.out_size[1], p.arguments,
+                                    StatisticsOutput<float>{p.norms, p.statistics}, card.overlaps_kernels,
+                                    stream);
+  }
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

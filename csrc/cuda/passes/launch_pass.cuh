@@ -1,0 +1,87 @@
+// Launches of one pass over a conv, and the memory that every pass takes.
+#pragma once
+
+#include "cuda/conv/kernel.cuh"
+#include "cuda/conv/pack.cuh"
+#include "cuda/device/packs.cuh"
+#include "cuda/device/workspace.cuh"
+#include "plan/conv_plan.h"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+using cuda::Card;
+using cuda::ConvPlan;
+using cuda::ConvSource;
+
+// With memory for what every pass takes.
+inline ConvProblem packed_problem(const Problem& problem, const ConvPlan& plan, Workspace& workspace) {
+  const ConvTiling& t = plan.tiling;
+  ConvProblem p{problem.input,      problem.conv->weight, problem.output,
+                problem.conv->bias, problem.arguments,    t};
+  p.tiling.reads_vectors &= is_aligned(problem.input.data, kVectorBytes);
+  const Checked panels = Checked(problem.input.size[0]) * panels_per_sample(t);
+  p.weights =
+      workspace.take<uint4>(Checked(plan.parts) * t.row_blocks * t.chunks * (t.weights_bytes / kUnitBytes));
+  p.weight_exponents = workspace.take<int>(t.row_blocks * kRows);
+  p.row_bias = workspace.take<float>(t.row_blocks * kRows);
+  p.shares = workspace.take<int>(Checked(t.row_blocks) * kRows * t.in_channels);
+  p.is_wide = workspace.take<int>(t.row_blocks * kRows);
+  p.pixels = workspace.take<uint4>(plan.parts * panels * t.chunks * chunk_units(t));
+  p.pixel_exponents = workspace.take<int>(panels);
+  p.magnitudes = workspace.take<unsigned>(panels * t.in_channels);
+  return p;
+}
+
+// Calls visit(source, mode) with values of the types that a problem runs with.
+template <class Visit>
+void visit_modes(const Problem& problem, ConvSource source, const Visit& visit) {
+  const auto with_source = [&](auto source) {
+    switch (problem.input.dtype) {
+      case DType::kFloat32:
+        return problem.conv->tf32 ? visit(source, Float32Tf32{}) : visit(source, Float32Ieee{});
+      case DType::kBFloat16:
+        return visit(source, BFloat16{});
+      case DType::kFloat16:
+        return visit(source, Float16{});
+      default:
+        return;
+    }
+  };
+  source == ConvSource::kSm90a ? with_source(Sm90a{}) : with_source(Sm80{});
+}
+
+// The same with every mode of each source.
+template <class Visit>
+void for_each_mode(const Visit& visit) {
+  const auto of_source = [&](auto source) {
+    visit(source, Float32Ieee{});
+    visit(source, Float32Tf32{});
+    visit(source, BFloat16{});
+    visit(source, Float16{});
+  };
+  of_source(Sm80{});
+  of_source(Sm90a{});
+}
+
+// Persistent blocks, one a multiprocessor.
+template <class S, class Mode, class Pass, bool kIsCooperative = false>
+cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t stream) {
+  const ConvTiling& t = p.tiling;
+  const int items =
+      int(p.input.size[0]) * t.bands * t.tiles_across * (Pass::kAllRowBlocks ? 1 : t.row_blocks);
+  const int blocks = items < card.multiprocessors ? items : card.multiprocessors;
+  const LaunchShape shape{dim3(blocks), kConvThreads, t.shared_bytes,
+                          card.overlaps_kernels && !kIsCooperative, kIsCooperative};
+  return launch_kernel(conv_kernel<S, Mode, Pass>, shape, stream, p, items);
+}
+
+// Loads a pass's kernel onto the current device and lets it use all of its shared memory.
+template <class SourceOfTiles, class Mode, class Pass>
+cudaError_t load_pass(const Card& card) {
+  return cudaFuncSetAttribute(conv_kernel<SourceOfTiles, Mode, Pass>,
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, card.shared_bytes);
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv

@@ -1,0 +1,80 @@
+// The pass of chains that reduce the channels of a pixel.
+#pragma once
+
+#include "cuda/device/packs.cuh"
+#include "cuda/device/reduce.cuh"
+#include "pass.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+// Reduces the channels of a pixel.
+template <class Chain, class Mode>
+class LogSumExpPass : public PassBase {
+ public:
+  static constexpr bool kAllRowBlocks = true;
+  using PassBase::PassBase;
+
+  __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
+
+  template <int kColumns>
+  __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
+    if (Chain::kNeedsStatistics) channels_.load_norms(p_, tile, rows);
+  }
+
+  template <int kColumns>
+  __device__ void finish(const Tile& tile, const ThreadRows&, float (&d)[kColumns / 2],
+                         const Scaling& scaling) {
+    unscale(d, scaling);
+    constexpr int kPitch = 2 * kColumns + cuda::kStagingPadding;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      float* to =
+          staging() + staging_row(k) * kPitch + half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
+      const Channel<float>& channel = channels_.channel[k];
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; i += 4) {
+        *reinterpret_cast<float2*>(to + 2 * i) = {Chain::value(d[i + 2 * k], channel),
+                                                  Chain::value(d[i + 2 * k + 1], channel)};
+      }
+    }
+    sync();
+    reduce<kColumns, kPitch>(tile);
+  }
+
+ private:
+  // A thread has a column, whose sum it keeps from one block of rows to the next.
+  template <int kColumns, int kPitch>
+  __device__ void reduce(const Tile& tile) {
+    const ConvTiling& t = p_.tiling;
+    const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
+    const int column = thread();
+    if (column >= 2 * kColumns) return;
+    for (int f = 0; f < t.stack; ++f) {
+      if (tile.row_block == 0) sum_ = {};
+      const float* from = staging() + f * t.stack_channels * kPitch + column;
+      LogSumExp<float> of_block[1];
+      add_channels<16, 1, 1>(of_block, 0, 1, channels, [&](int c, float* x) { *x = from[c * kPitch]; });
+      sum_.add(of_block[0]);
+      if (tile.row_block + 1 == t.row_blocks) write(tile, column, f, sum_.value());
+    }
+  }
+
+  __device__ void write(const Tile& tile, int column, int stacked, float x) {
+    const ConvTiling& t = p_.tiling;
+    const int slot = t.by_pitch.divide(column);
+    const int row = slot * t.stack + stacked;
+    const int col = column - slot * t.pitch;
+    if (row >= tile.rows || col >= tile.cols) return;
+    const int64_t* stride = p_.output.stride;
+    const int64_t at = tile.sample * stride[0] + (tile.row + row) * stride[2] + (tile.col + col) * stride[3];
+    const Pack<float, 1> y{Chain::Final::value(x, x, Channel<float>{})};
+    OutputMemory<typename Mode::In>(p_.output).store(at, y);
+  }
+
+  ThreadChannels<kReadChannel<typename Chain::Pre, typename Chain::Post>> channels_;
+  LogSumExp<float> sum_;
+};
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
