@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "core/problem.h"
 #include "core/target.h"
 
 namespace fusedconv {
@@ -30,6 +31,21 @@ struct Float32Tf32 : Operand<float, __half, 1> {};
 
 struct BFloat16 : Operand<__nv_bfloat16, __nv_bfloat16, 1> {};
 struct Float16 : Operand<__half, __half, 1> {};
+
+// What differs between kernels that multiply: the type that the tensor cores take, and how many parts a value
+// has. What tensors hold, and with it whether values are scaled, is known when a kernel runs: float32 is
+// either of the first two, bfloat16 the third, float16 the second without a scale.
+template <class Taken, int kCount>
+struct Parts {
+  using Element = Taken;
+  static constexpr int kParts = kCount;
+};
+struct SplitHalves : Parts<__half, 2> {};
+struct Halves : Parts<__half, 1> {};
+struct BFloat16s : Parts<__nv_bfloat16, 1> {};
+
+// Whether what a tensor of the dtype holds has more range than the tensor cores' types.
+FUSEDCONV_INLINE bool is_scaled(DType dtype) { return dtype == DType::kFloat32; }
 
 // The largest magnitude is scaled into [2^14, 2^15): under the largest half, 65504.
 constexpr int kScaledExponent = 14;
