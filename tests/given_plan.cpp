@@ -56,8 +56,8 @@ int64_t side(bool extreme) {
 struct Call {
   Kind kind;
   Card card;
-  TensorTraits traits;
-  TensorShape shape;
+  GivenTraits traits;
+  GivenShape shape;
   int width;
 
   explicit Call(bool extreme) : kind(kKinds[random_bits() % 4]), card(kCards[random_bits() % 5]) {
@@ -88,9 +88,9 @@ struct Call {
 
 bool is_power_of_lanes(int lanes) { return lanes >= 1 && lanes <= kWarp && (lanes & (lanes - 1)) == 0; }
 
-// How often the threads of a block come to each value of a whole piece, as ThreadShare and TensorTile have
+// How often the threads of a block come to each value of a whole piece, as ThreadShare and GivenTile have
 // it.
-std::vector<int> visits(const TensorPlan& plan, const TensorShape& shape) {
+std::vector<int> visits(const GivenPlan& plan, const GivenShape& shape) {
   const bool wide_channels = shape.channels_last && plan.width > 1;
   const int of_channels = wide_channels ? plan.width : 1;
   const int of_pixels = wide_channels ? 1 : plan.width;
@@ -117,9 +117,9 @@ std::vector<int> visits(const TensorPlan& plan, const TensorShape& shape) {
 const char* fault_of(const Call& call) {
   constexpr double kMostSeconds = 2;
   const std::clock_t start = std::clock();
-  const TensorPlan plan = plan_tensor(call.traits, call.shape, call.width, call.card);
+  const GivenPlan plan = plan_given(call.traits, call.shape, call.width, call.card);
   if (double(std::clock() - start) / CLOCKS_PER_SEC > kMostSeconds) return "it takes long to plan";
-  const TensorShape& shape = call.shape;
+  const GivenShape& shape = call.shape;
   if (plan.shared_bytes > call.card.shared_bytes) return "more shared memory than the card has";
   if (plan.threads > kMostThreads || plan.threads % kWarp != 0) return "threads";
   if (!is_power_of_lanes(plan.lanes) || !is_power_of_lanes(plan.group_lanes) ||

@@ -17,7 +17,7 @@ namespace fusedconv {
 namespace cuda {
 
 // What the plan needs to know of a chain and its types.
-struct TensorTraits {
+struct GivenTraits {
   bool needs_statistics;
   bool reduces_channels;
   int element_bytes;
@@ -26,7 +26,7 @@ struct TensorTraits {
 };
 
 // A dense tensor: samples of channels x pixels, or of pixels x channels where channels are last.
-struct TensorShape {
+struct GivenShape {
   int64_t samples;
   int64_t channels;
   int64_t pixels;
@@ -36,7 +36,7 @@ struct TensorShape {
 };
 
 // A piece has so many channels and pixels, or what is left of them.
-struct TensorPlan {
+struct GivenPlan {
   bool resident;  // the pieces of whole groups are on chip at the same time: their statistics need no memory
   int width;      // elements of a load: so many that none crosses the end of a piece's row
   int unit_channels;
@@ -74,7 +74,7 @@ constexpr int kMostThreads = 512;
 constexpr int kParameterKinds = 5;    // that a channel has
 constexpr int kMostWideChannels = 4;  // of a load: a thread has the parameters of each in registers
 
-inline void set_lanes(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
+inline void set_lanes(GivenPlan& plan, const GivenTraits& traits, const GivenShape& shape) {
   const int lines = plan.pixel_threads / plan.lanes;
   if (plan.run_channels == plan.group_channels) {
     plan.part_channels = plan.group_channels;
@@ -98,7 +98,7 @@ inline void set_lanes(TensorPlan& plan, const TensorTraits& traits, const Tensor
 // Where values wait for their moments, as many loads for a thread as keep enough of them under way on a
 // multiprocessor, at the registers that a thread takes; few where they do not, or where each value costs
 // more.
-inline void set_threads(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape) {
+inline void set_threads(GivenPlan& plan, const GivenTraits& traits, const GivenShape& shape) {
   constexpr int kLeastThreads = 128;
   const bool keeps_many = traits.needs_statistics && !(plan.resident && traits.reduces_channels);
   const int least_loads = keeps_many ? 8 : 3;
@@ -130,7 +130,7 @@ inline void set_threads(TensorPlan& plan, const TensorTraits& traits, const Tens
   set_lanes(plan, traits, shape);
 }
 
-inline void set_shared_memory(TensorPlan& plan, const TensorTraits& traits) {
+inline void set_shared_memory(GivenPlan& plan, const GivenTraits& traits) {
   constexpr int64_t kAlignment = 32;  // of the moments of a block
   int64_t bytes = 0;
   const auto take = [&](int64_t count, int64_t size) {
@@ -146,7 +146,7 @@ inline void set_shared_memory(TensorPlan& plan, const TensorTraits& traits) {
   plan.shared_bytes = bytes;
 }
 
-inline void set_piece(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
+inline void set_piece(GivenPlan& plan, const GivenTraits& traits, const GivenShape& shape,
                       int64_t unit_channels, int64_t slice_pixels) {
   plan.unit_channels = int(unit_channels);
   plan.slice_pixels = int(slice_pixels);
@@ -167,7 +167,7 @@ inline void set_piece(TensorPlan& plan, const TensorTraits& traits, const Tensor
 
 // Whole groups, as few as make whole vectors and at least so many channels; all of them where that takes more
 // than `most`, which would not do.
-inline int64_t channels_of_groups(const TensorShape& shape, int64_t least, int64_t most, int width) {
+inline int64_t channels_of_groups(const GivenShape& shape, int64_t least, int64_t most, int width) {
   const int64_t of_group = shape.channels / shape.groups;
   for (int64_t groups = 1; groups <= std::min(shape.groups, most / of_group); ++groups) {
     const int64_t channels = groups * of_group;
@@ -179,7 +179,7 @@ inline int64_t channels_of_groups(const TensorShape& shape, int64_t least, int64
 
 // Every group, or every sample where the channels are reduced, in the shared memory of a block, or of a
 // cluster of blocks. strip_bytes: of neighbouring channels, at the least, where channels are last.
-inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
+inline bool plan_resident(GivenPlan& plan, const GivenTraits& traits, const GivenShape& shape,
                           const Card& card, int strip_bytes) {
   // Of a block's values, where a cluster may have so many blocks. More is computed for each where the
   // channels are reduced.
@@ -217,7 +217,7 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
 }
 
 // Whole lines of memory if possible, else whole sectors at least.
-inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
+inline bool plan_resident(GivenPlan& plan, const GivenTraits& traits, const GivenShape& shape,
                           const Card& card) {
   for (const int strip_bytes : {128, 64, 32}) {
     if (plan_resident(plan, traits, shape, card, strip_bytes)) return true;
@@ -227,7 +227,7 @@ inline bool plan_resident(TensorPlan& plan, const TensorTraits& traits, const Te
 
 // Pieces small enough that several blocks share a multiprocessor: while some load, others compute. Moments
 // cost something for each piece.
-inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const TensorShape& shape,
+inline void plan_pieces(GivenPlan& plan, const GivenTraits& traits, const GivenShape& shape,
                         const Card& card) {
   const int kilobytes = traits.needs_statistics ? std::min(48, card.shared_bytes / 3 / 1024) : 16;
   constexpr int64_t kMostChannels = 512;  // whose parameters and moments leave room for others
@@ -247,7 +247,7 @@ inline void plan_pieces(TensorPlan& plan, const TensorTraits& traits, const Tens
 }
 
 // Elements of the widest load that divides the tensor's rows: of 16 bytes or 8.
-inline int widest_load(const TensorTraits& traits, const TensorShape& shape) {
+inline int widest_load(const GivenTraits& traits, const GivenShape& shape) {
   if (shape.channels_last) {
     const int width = std::min(traits.vector, kMostWideChannels);
     return shape.channels % width == 0 ? width : 1;
@@ -257,9 +257,8 @@ inline int widest_load(const TensorTraits& traits, const TensorShape& shape) {
 }
 
 // width: elements of a load, widest_load() or 1.
-inline TensorPlan plan_tensor(const TensorTraits& traits, const TensorShape& shape, int width,
-                              const Card& card) {
-  TensorPlan plan{};
+inline GivenPlan plan_given(const GivenTraits& traits, const GivenShape& shape, int width, const Card& card) {
+  GivenPlan plan{};
   plan.width = width;
   if (!traits.needs_statistics || !plan_resident(plan, traits, shape, card))
     plan_pieces(plan, traits, shape, card);

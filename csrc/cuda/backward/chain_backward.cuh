@@ -83,7 +83,7 @@ class PackedBackwardRun {
   Workspace workspace_;
   float* const v_;
   void* const conv_workspace_;
-  const TensorBackward<Chain> chain_;
+  const BackwardSteps<Chain> chain_;
   const ConvGradients gradients_;
 };
 
@@ -142,7 +142,7 @@ class StripBackwardRun {
   const StripGradients strips_;
   Workspace workspace_;
   void* const conv_workspace_;
-  const TensorBackward<Chain> chain_;
+  const BackwardSteps<Chain> chain_;
 };
 
 // The same where v is given, whose gradient the caller has memory for.
@@ -167,7 +167,7 @@ class GivenBackwardRun {
  private:
   const BackwardProblem& problem_;
   Workspace workspace_;
-  const TensorBackward<Chain> chain_;
+  const BackwardSteps<Chain> chain_;
 };
 
 template <class Chain, bool kHasConv>
@@ -191,7 +191,7 @@ struct ChainBackward {
   }
 
   static cudaError_t load(const cuda::Card& card) {
-    if (const cudaError_t status = TensorBackward<Chain>::load()) return status;
+    if (const cudaError_t status = BackwardSteps<Chain>::load()) return status;
     if constexpr (kHasConv) {
       using Run = BackwardRun<Chain, float>;
       if (const cudaError_t status = Run::load_packing(card)) return status;

@@ -461,10 +461,10 @@ class BackwardRun {
 
 // Takes its memory from the workspace (a null base only counts). All steps are of one kind.
 template <class Chain>
-class TensorBackward {
+class BackwardSteps {
  public:
-  TensorBackward(const BackwardProblem& problem, const StepShape& step, Workspace& workspace,
-                 const cuda::Card& card)
+  BackwardSteps(const BackwardProblem& problem, const StepShape& step, Workspace& workspace,
+                const cuda::Card& card)
       : run_(make_run(problem, step, workspace, card)) {}
 
   // Queues the gradient of v of `samples` samples from `first_sample` on. v (problem.v.dtype) and grad_v

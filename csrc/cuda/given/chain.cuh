@@ -30,11 +30,11 @@ inline Tensor dense_tensor(const Tensor& like, void* data, bool channels_last) {
 
 // One call on elements of one type. From a null workspace it only tells how much it needs.
 template <class Chain, class In>
-class TensorRun {
+class GivenRun {
  public:
   using T = Compute<In>;
 
-  TensorRun(const Problem& problem, void* memory, const cuda::Card& card)
+  GivenRun(const Problem& problem, void* memory, const cuda::Card& card)
       : problem_(problem),
         workspace_(memory),
         input_(problem.input),
@@ -81,11 +81,11 @@ class TensorRun {
   }
 
   void plan(bool channels_last, const cuda::Card& card) {
-    constexpr cuda::TensorTraits kTraits = tensor_traits<Chain, In>();
-    const TensorShape shape = shape_of_work(channels_last);
+    constexpr cuda::GivenTraits kTraits = given_traits<Chain, In>();
+    const GivenShape shape = shape_of_work(channels_last);
     const int widest = widest_load(kTraits, shape);
-    work_ = tensor_work<T>(shape, plan_tensor(kTraits, shape, may_start(widest) ? widest : 1, card),
-                           input_.data, problem_.arguments);
+    work_ = given_work<T>(shape, plan_given(kTraits, shape, may_start(widest) ? widest : 1, card),
+                          input_.data, problem_.arguments);
     work_.output = output_;
     work_.statistics = problem_.statistics;
     if (kNeedsStatistics && !work_.plan.resident) {
@@ -102,7 +102,7 @@ class TensorRun {
            (!kStores || is_aligned(output_.data, std::min<size_t>(elements * out_bytes, kVectorBytes)));
   }
 
-  TensorShape shape_of_work(bool channels_last) const {
+  GivenShape shape_of_work(bool channels_last) const {
     const int64_t* size = input_.size;
     const int64_t pixels = size[2] * size[3];
     if (!kNeedsStatistics && kStores) {  // samples are nothing of their own, nor even channels perhaps
@@ -115,15 +115,15 @@ class TensorRun {
   }
 
   cudaError_t launch_chain(cudaStream_t stream) const {
-    TensorWork<T> work = work_;
+    GivenWork<T> work = work_;
     const bool overlaps = kNeedsStatistics && overlaps_kernels_;
     if constexpr (kNeedsStatistics) {
-      if (work.plan.resident) return launch_pieces<Chain, In>(work, TensorStep::kWhole, false, stream);
+      if (work.plan.resident) return launch_pieces<Chain, In>(work, GivenStep::kWhole, false, stream);
       if (const cudaError_t status = launch_norms<Chain, In>(work, norms_, overlaps, stream)) return status;
       work.norms = norms_;
     }
     if constexpr (kStores) {
-      return launch_pieces<Chain, In>(work, TensorStep::kFinish, overlaps, stream);
+      return launch_pieces<Chain, In>(work, GivenStep::kFinish, overlaps, stream);
     } else {
       return launch_direct<Chain, In>(work, overlaps, stream);
     }
@@ -133,7 +133,7 @@ class TensorRun {
   Workspace workspace_;
   Tensor input_;   // dense
   Tensor output_;  // dense where all values are stored
-  TensorWork<T> work_{};
+  GivenWork<T> work_{};
   Norm<T>* norms_ = nullptr;
   const bool overlaps_kernels_;
 };
@@ -149,13 +149,13 @@ cudaError_t visit_dtype(const Problem& problem, const Visit& visit) {
 }
 
 template <class Chain>
-struct TensorChain {
+struct GivenChain {
   // Bytes of memory that launch wants.
   static size_t workspace(const Problem& problem, const cuda::Card& card) {
     if (problem.conv != nullptr || element_count(problem.input) == 0) return 0;
     size_t bytes = 0;
     visit_dtype(problem, [&](auto element) {
-      bytes = TensorRun<Chain, decltype(element)>(problem, nullptr, card).workspace_bytes();
+      bytes = GivenRun<Chain, decltype(element)>(problem, nullptr, card).workspace_bytes();
       return cudaSuccess;
     });
     return bytes;
@@ -166,17 +166,17 @@ struct TensorChain {
     if (problem.conv != nullptr) return cudaErrorInvalidValue;
     if (element_count(problem.input) == 0) return cudaSuccess;
     return visit_dtype(problem, [&](auto element) {
-      return TensorRun<Chain, decltype(element)>(problem, workspace, card).launch(stream);
+      return GivenRun<Chain, decltype(element)>(problem, workspace, card).launch(stream);
     });
   }
 
   // Loads every kernel onto the current device and lets it use all of its shared memory.
   static cudaError_t load() {
     if (const cudaError_t status = cuda::load_copy()) return status;
-    if (const cudaError_t status = TensorRun<Chain, float>::load()) return status;
-    if (const cudaError_t status = TensorRun<Chain, double>::load()) return status;
-    if (const cudaError_t status = TensorRun<Chain, __nv_bfloat16>::load()) return status;
-    return TensorRun<Chain, __half>::load();
+    if (const cudaError_t status = GivenRun<Chain, float>::load()) return status;
+    if (const cudaError_t status = GivenRun<Chain, double>::load()) return status;
+    if (const cudaError_t status = GivenRun<Chain, __nv_bfloat16>::load()) return status;
+    return GivenRun<Chain, __half>::load();
   }
 };
 

@@ -15,7 +15,7 @@ template <class T>
 constexpr int kLeastDirectBlocks = sizeof(T) == sizeof(double) ? 4 : 7;
 
 template <class T>
-__device__ Channel<T> channel_at(const TensorWork<T>& work, int64_t sample, int64_t c) {
+__device__ Channel<T> channel_at(const GivenWork<T>& work, int64_t sample, int64_t c) {
   Channel<T> channel = make_channel<T>(work.arguments, c);
   if (work.norms != nullptr) set_norm(channel, work.norms[sample * work.shape.channels + c]);
   return channel;
@@ -24,14 +24,14 @@ __device__ Channel<T> channel_at(const TensorWork<T>& work, int64_t sample, int6
 // A thread for each output; neighbours have outputs that are neighbours in memory.
 template <class Chain, class In>
 __global__ void __launch_bounds__(kDirectThreads, 1)
-    tensor_max_pool(const __grid_constant__ TensorWork<Compute<In>> work, int64_t blocks_per_sample) {
+    given_max_pool(const __grid_constant__ GivenWork<Compute<In>> work, int64_t blocks_per_sample) {
   using T = Compute<In>;
   wait_for_earlier_kernels();
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
   const int64_t i = block_index() % blocks_per_sample * kDirectThreads + threadIdx.x;
   const Tensor& output = work.output;
-  const TensorShape& shape = work.shape;
+  const GivenShape& shape = work.shape;
   const int64_t pooled_cols = output.size[3];
   const int64_t pooled = output.size[2] * pooled_cols;
   if (i >= shape.channels * pooled) return;
@@ -55,11 +55,11 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
 }
 
 template <class Chain, class In, int kCount, bool kOfChannels>
-__device__ void reduce_channels(const TensorWork<Compute<In>>& work, int64_t sample, int64_t block) {
+__device__ void reduce_channels(const GivenWork<Compute<In>>& work, int64_t sample, int64_t block) {
   using T = Compute<In>;
   constexpr int kChannels = kOfChannels ? kCount : 1;  // that one wide load meets
   constexpr int kPixels = kOfChannels ? 1 : kCount;
-  const TensorShape& shape = work.shape;
+  const GivenShape& shape = work.shape;
   const ReducingThread thread(shape.channels_last, work.plan.reducing_lanes);
   const int64_t p = (block * thread.pixels + thread.pixel) * kPixels;
   const bool exists = p < shape.pixels;
@@ -82,7 +82,7 @@ __device__ void reduce_channels(const TensorWork<Compute<In>>& work, int64_t sam
 
 template <class Chain, class In>
 __global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<Compute<In>>)
-    tensor_logsumexp(const __grid_constant__ TensorWork<Compute<In>> work, int64_t blocks_per_sample) {
+    given_logsumexp(const __grid_constant__ GivenWork<Compute<In>> work, int64_t blocks_per_sample) {
   wait_for_earlier_kernels();
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
@@ -95,15 +95,15 @@ __global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<Compute<In>
 template <class Chain, class In>
 auto direct_kernel() {
   if constexpr (Chain::Reduce::kPools) {
-    return tensor_max_pool<Chain, In>;
+    return given_max_pool<Chain, In>;
   } else {
-    return tensor_logsumexp<Chain, In>;
+    return given_logsumexp<Chain, In>;
   }
 }
 
 template <class Chain, class In>
-cudaError_t launch_direct(const TensorWork<Compute<In>>& work, bool overlaps, cudaStream_t stream) {
-  const TensorShape& shape = work.shape;
+cudaError_t launch_direct(const GivenWork<Compute<In>>& work, bool overlaps, cudaStream_t stream) {
+  const GivenShape& shape = work.shape;
   int64_t results = shape.pixels;
   int results_of_block = kDirectThreads;
   if constexpr (Chain::Reduce::kPools) {

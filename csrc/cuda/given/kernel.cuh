@@ -11,16 +11,16 @@ inline namespace FUSEDCONV_TARGET {
 template <class Chain, class In, int kCount, bool kOfChannels>
 class PieceOfChain {
  public:
-  using Tile = TensorTile<Chain, In, kCount, kOfChannels>;
-  using Moments = TensorMoments<Chain, In, kCount, kOfChannels>;
+  using Tile = GivenTile<Chain, In, kCount, kOfChannels>;
+  using Moments = GivenMoments<Chain, In, kCount, kOfChannels>;
   using T = typename Tile::T;
 
-  __device__ explicit PieceOfChain(const TensorWork<T>& work) : tile_(work) {}
+  __device__ explicit PieceOfChain(const GivenWork<T>& work) : tile_(work) {}
 
   __device__ void run() const {
     if constexpr (Chain::kNeedsStatistics) {
-      if (tile_.work.step == TensorStep::kWhole) return run_whole();
-      if (tile_.work.step == TensorStep::kMoments) return write_moments();
+      if (tile_.work.step == GivenStep::kWhole) return run_whole();
+      if (tile_.work.step == GivenStep::kMoments) return write_moments();
     }
     if constexpr (Chain::Reduce::kStores) finish();
   }
@@ -56,7 +56,7 @@ class PieceOfChain {
     const Moments moments(tile_);
     tile_.load();
     moments.take();
-    const TensorShape& shape = tile_.work.shape;
+    const GivenShape& shape = tile_.work.shape;
     const int64_t parts_per_group = tile_.plan.units_per_group * tile_.plan.slices;
     const int64_t first_group = tile_.piece.channel / (shape.channels / shape.groups);
     const int64_t part =
@@ -196,7 +196,7 @@ constexpr int kLeastBlocks = sizeof(T) == sizeof(double) ? 1 : 2;
 
 template <class Chain, class In>
 __global__ void __launch_bounds__(cuda::kMostThreads, kLeastBlocks<Compute<In>>)
-    tensor_chain(const __grid_constant__ TensorWork<Compute<In>> work) {
+    given_chain(const __grid_constant__ GivenWork<Compute<In>> work) {
   if (block_index() >= work.pieces) return;
   visit_width<In>(work, [&](auto count, auto of_channels) {
     PieceOfChain<Chain, In, decltype(count)::value, decltype(of_channels)::value>(work).run();

@@ -25,16 +25,16 @@ cudaError_t visit_element(DType dtype, const Visit& visit) {
 }
 
 template <class Chain, class In>
-constexpr cuda::TensorTraits tensor_traits() {
+constexpr cuda::GivenTraits given_traits() {
   return {Chain::kNeedsStatistics, Chain::Reduce::kReducesChannels, int(sizeof(In)), int(sizeof(Compute<In>)),
           kVectorBytes / int(sizeof(In))};
 }
 
 // All but the output and the memory for statistics.
 template <class T>
-TensorWork<T> tensor_work(const TensorShape& shape, const TensorPlan& plan, const void* input,
-                          const Arguments& arguments) {
-  TensorWork<T> work{};
+GivenWork<T> given_work(const GivenShape& shape, const GivenPlan& plan, const void* input,
+                        const Arguments& arguments) {
+  GivenWork<T> work{};
   work.shape = shape;
   work.plan = plan;
   work.input = input;
@@ -45,33 +45,32 @@ TensorWork<T> tensor_work(const TensorShape& shape, const TensorPlan& plan, cons
 }
 
 template <class T>
-Checked parts_per_group(const TensorWork<T>& work) {
+Checked parts_per_group(const GivenWork<T>& work) {
   return Checked(work.plan.units_per_group) * work.plan.slices;
 }
 
 template <class T>
-Checked count_of_parts(const TensorWork<T>& work) {
+Checked count_of_parts(const GivenWork<T>& work) {
   return Checked(work.shape.samples) * work.shape.groups * parts_per_group(work);
 }
 
 // Each block has a piece; those of a group are a cluster, where the step is the whole of the chain.
 template <class Chain, class In>
-cudaError_t launch_pieces(TensorWork<Compute<In>>& work, TensorStep step, bool overlaps,
-                          cudaStream_t stream) {
+cudaError_t launch_pieces(GivenWork<Compute<In>>& work, GivenStep step, bool overlaps, cudaStream_t stream) {
   work.step = step;
-  const int cluster = step == TensorStep::kWhole ? int(work.plan.slices) : 1;
+  const int cluster = step == GivenStep::kWhole ? int(work.plan.slices) : 1;
   LaunchShape shape{grid_of(work.pieces, cluster), work.plan.threads, int(work.plan.shared_bytes), overlaps};
-  if (step == TensorStep::kFinish) shape.shared_bytes = work.plan.tile_at;  // the parameters only
+  if (step == GivenStep::kFinish) shape.shared_bytes = work.plan.tile_at;  // the parameters only
   shape.cluster = cluster;
-  return launch_kernel(tensor_chain<Chain, In>, shape, stream, work);
+  return launch_kernel(given_chain<Chain, In>, shape, stream, work);
 }
 
 // Each channel's norm, by way of work.parts. overlaps: within; the first kernel never does.
 template <class Chain, class In>
-cudaError_t launch_norms(TensorWork<Compute<In>>& work, Norm<Compute<In>>* norms, bool overlaps,
+cudaError_t launch_norms(GivenWork<Compute<In>>& work, Norm<Compute<In>>* norms, bool overlaps,
                          cudaStream_t stream) {
   const StatisticsOutput<Compute<In>> to{norms, work.statistics};
-  if (const cudaError_t status = launch_pieces<Chain, In>(work, TensorStep::kMoments, false, stream))
+  if (const cudaError_t status = launch_pieces<Chain, In>(work, GivenStep::kMoments, false, stream))
     return status;
   return launch_group_statistics<Compute<In>>(work.parts, parts_per_group(work).value(), work.shape.samples,
                                               work.shape.channels, work.shape.pixels, work.arguments, to,
@@ -90,7 +89,7 @@ cudaError_t load_pieces() {
   if constexpr (Chain::kNeedsStatistics) {
     if (const cudaError_t status = load_group_statistics<Compute<In>, double>()) return status;
   }
-  return cudaFuncSetAttribute(tensor_chain<Chain, In>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  return cudaFuncSetAttribute(given_chain<Chain, In>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               shared_bytes);
 }
 

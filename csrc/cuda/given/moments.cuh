@@ -10,12 +10,12 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 template <class Chain, class In, int kCount, bool kOfChannels>
-class TensorMoments {
+class GivenMoments {
  public:
-  using Tile = TensorTile<Chain, In, kCount, kOfChannels>;
+  using Tile = GivenTile<Chain, In, kCount, kOfChannels>;
   using T = typename Tile::T;
 
-  __device__ explicit TensorMoments(const Tile& tile) : tile_(tile) {}
+  __device__ explicit GivenMoments(const Tile& tile) : tile_(tile) {}
 
   // Of parts of the piece: of all that a thread has of a group or, where a run has several of them, of each
   // of its channels.

@@ -10,10 +10,10 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-using cuda::TensorPlan;
-using cuda::TensorShape;
+using cuda::GivenPlan;
+using cuda::GivenShape;
 
-enum class TensorStep {
+enum class GivenStep {
   kMoments,  // the moments of every piece go to memory
   kFinish,   // the output, from norms that are known or where there are none
   kWhole,    // both in one: the pieces of a group are on chip at the same time
@@ -21,10 +21,10 @@ enum class TensorStep {
 
 // What a launch gets. input is dense; norms and parts are null where the step has none.
 template <class T>
-struct TensorWork {
-  TensorStep step;
-  TensorShape shape;
-  TensorPlan plan;
+struct GivenWork {
+  GivenStep step;
+  GivenShape shape;
+  GivenPlan plan;
   const void* input;
   Tensor output;
   Arguments arguments;
@@ -63,7 +63,7 @@ struct Piece {
   int pixels;
 };
 
-__device__ inline Piece piece_of_block(const TensorShape& shape, const TensorPlan& plan) {
+__device__ inline Piece piece_of_block(const GivenShape& shape, const GivenPlan& plan) {
   Piece piece;
   if (gridDim.y == 1) {
     const int rest = plan.by_slices.divide(blockIdx.x);
@@ -103,7 +103,7 @@ struct ThreadShare {
   int run_thread;  // among those that have a run's channels
   bool exists;     // some threads may be left over
 
-  __device__ explicit ThreadShare(const TensorPlan& plan) {
+  __device__ explicit ThreadShare(const GivenPlan& plan) {
     lane = threadIdx.x & (plan.lanes - 1);
     const int group = threadIdx.x >> log2_of(plan.lanes);
     line = plan.by_channel_threads.divide(group);

@@ -10,19 +10,19 @@ inline namespace FUSEDCONV_TARGET {
 extern __shared__ __align__(128) uint8_t shared_memory[];
 
 template <class Chain, class In, int kCount, bool kOfChannels>
-struct TensorTile {
+struct GivenTile {
   using T = Compute<In>;
 
   static constexpr int kChannels = kOfChannels ? kCount : 1;  // that one wide load meets
   static constexpr int kPixels = kOfChannels ? 1 : kCount;
   __device__ static int channel_of(int k) { return kOfChannels ? k : 0; }
 
-  const TensorWork<T>& work;
-  const TensorPlan& plan;
+  const GivenWork<T>& work;
+  const GivenPlan& plan;
   const Piece piece;
   const ThreadShare<kCount, kOfChannels> share;
 
-  __device__ explicit TensorTile(const TensorWork<T>& work)
+  __device__ explicit GivenTile(const GivenWork<T>& work)
       : work(work), plan(work.plan), piece(piece_of_block(work.shape, work.plan)), share(work.plan) {}
 
   // Known when compiled, unless each load takes one element.
@@ -49,7 +49,7 @@ struct TensorTile {
   }
   // In the tensor. The output has the same place where all values are stored.
   __device__ int64_t memory_offset(int c, int p) const {
-    const TensorShape& shape = work.shape;
+    const GivenShape& shape = work.shape;
     const int64_t channel = piece.channel + c;
     const int64_t pixel = piece.pixel + p;
     return piece.sample * shape.channels * shape.pixels +

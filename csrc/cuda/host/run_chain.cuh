@@ -21,7 +21,7 @@ struct RunChain {
     if constexpr (kHasConv) {
       if (problem.conv != nullptr) return ConvChain<Chain>::workspace(problem, plan, card);
     }
-    return TensorChain<Chain>::workspace(problem, card);
+    return GivenChain<Chain>::workspace(problem, card);
   }
 
   static cudaError_t launch(const Problem& problem, const cuda::ConvPlan& plan, void* workspace,
@@ -29,11 +29,11 @@ struct RunChain {
     if constexpr (kHasConv) {
       if (problem.conv != nullptr) return ConvChain<Chain>::launch(problem, plan, workspace, card, stream);
     }
-    return TensorChain<Chain>::launch(problem, workspace, card, stream);
+    return GivenChain<Chain>::launch(problem, workspace, card, stream);
   }
 
   static cudaError_t load(const Card& card) {
-    if (const cudaError_t status = TensorChain<Chain>::load()) return status;
+    if (const cudaError_t status = GivenChain<Chain>::load()) return status;
     if (const cudaError_t status = ChainBackward<Chain, kHasConv>::load(card)) return status;
     if constexpr (kHasConv) return ConvChain<Chain>::load(card);
     return cudaSuccess;
