@@ -44,21 +44,12 @@ struct FindingPasses {
     p.pooled = to.pooled;
     p.pooled_places = to.pooled_places;
     p.backward = to.sums;
-    cudaError_t status = cudaErrorInvalidValue;
-    visit_modes(problem, plan.source, [&](auto source, auto mode) {
-      status = launch_pack<decltype(mode)>(p, stream);
-      if (status == cudaSuccess)
-        status = launch_pass<decltype(source), decltype(mode), Pass>(p, card, stream);
-    });
-    return status;
+    if (const cudaError_t status = launch_pack(p, stream)) return status;
+    return visit_mode(problem, [&](auto mode) { return launch_pass<decltype(mode), Pass>(p, card, stream); });
   }
 
   static cudaError_t load(const Card& card) {
-    cudaError_t status = cudaSuccess;
-    for_each_mode([&](auto source, auto mode) {
-      if (status == cudaSuccess) status = load_pass<decltype(source), decltype(mode), Pass>(card);
-    });
-    return status;
+    return visit_modes([&](auto mode) { return load_pass<decltype(mode), Pass>(card); });
   }
 
  private:

@@ -21,9 +21,8 @@ class GradientSumsPass : public PassBase {
   static constexpr bool kAllRowBlocks = false;
   using PassBase::PassBase;
 
-  template <int kColumns>
   __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
-    if constexpr (!kReducesChannels) ask_for_gradients<kColumns>(tile, rows);
+    if constexpr (!kReducesChannels) ask_for_gradients(tile, rows);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int c = rows.channel(k);
@@ -36,28 +35,27 @@ class GradientSumsPass : public PassBase {
     }
   }
 
-  template <int kColumns>
   __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
                          const Scaling& scaling) {
     unscale(d, scaling);
     float sums[2][kGradientKinds]{};
     if constexpr (kReducesChannels) {
-      stage_softmax<kColumns>(tile, d);
+      stage_softmax(tile, d);
       // All is computed again from here on: there is no room for what the softmax took.
 #pragma unroll
       for (float& v : d) asm volatile("" : "+f"(v));
-      add_softmax<kColumns>(rows, d, sums);
+      add_softmax(rows, d, sums);
     } else {
       const bool is_pair = p_.backward.has_pairs && tile.col % 2 == 0 && tile.cols % 2 == 0;
       const bool is_float = p_.backward.grad.dtype == DType::kFloat32;
       if (is_float && is_pair) {
-        add_gradients<kColumns, uint32_t, true>(tile, rows, d, sums);
+        add_gradients<uint32_t, true>(tile, rows, d, sums);
       } else if (is_float) {
-        add_gradients<kColumns, uint32_t, false>(tile, rows, d, sums);
+        add_gradients<uint32_t, false>(tile, rows, d, sums);
       } else if (is_pair) {
-        add_gradients<kColumns, uint16_t, true>(tile, rows, d, sums);
+        add_gradients<uint16_t, true>(tile, rows, d, sums);
       } else {
-        add_gradients<kColumns, uint16_t, false>(tile, rows, d, sums);
+        add_gradients<uint16_t, false>(tile, rows, d, sums);
       }
     }
     write_sums(tile, rows, sums);
@@ -75,7 +73,6 @@ class GradientSumsPass : public PassBase {
   // ---- gradients from memory ----
 
   // Brings most of the tile's into the L2 cache while products are under way. Four lanes have a row.
-  template <int kColumns>
   __device__ void ask_for_gradients(const Tile& tile, const ThreadRows& rows) const {
     const ConvTiling& t = p_.tiling;
     const int bytes = p_.backward.grad.dtype == DType::kFloat32 ? 4 : 2;
@@ -97,7 +94,7 @@ class GradientSumsPass : public PassBase {
   }
 
   // kIsPair: all of the tile's are whole pairs in memory.
-  template <int kColumns, class Word, bool kIsPair>
+  template <class Word, bool kIsPair>
   __device__ void add_gradients(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2],
                                 float (&sums)[2][kGradientKinds]) const {
     const ConvTiling& t = p_.tiling;
@@ -110,7 +107,7 @@ class GradientSumsPass : public PassBase {
                 (tile.sample * t.out_channels + c) * pixels + tile.row * t.out_size[1] + tile.col;
     }
     GradientPair pair[kBlocksAtOnce][2];
-    for_each_block<kColumns>(t, [&](int j, int slot, int first) {
+    for_each_block(t, [&](int j, int slot, int first) {
       const int row = slot * t.stack + rows.stacked(t);
       const int col = first + lane_of_thread() % 4 * 2;
       // Of a pixel that does not exist, the tile's first one's: without a condition, all are on their way.
@@ -140,18 +137,16 @@ class GradientSumsPass : public PassBase {
 
   // ---- gradients from the softmax over channels ----
 
-  template <int kColumns>
   static constexpr int kPitch = 2 * kColumns + cuda::kStagingPadding;
 
   // Values go through staging memory, where a thread has a column of all channels. In the place of its first
   // two it leaves what the gradient at each of them takes.
-  template <int kColumns>
   __device__ void stage_softmax(const Tile& tile, const float (&d)[kColumns / 2]) {
     const ConvTiling& t = p_.tiling;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      float* to = staging() + staging_row(k) * kPitch<kColumns> + half_of_thread() * kColumns +
-                  lane_of_thread() % 4 * 2;
+      float* to =
+          staging() + staging_row(k) * kPitch + half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
 #pragma unroll
       for (int i = 0; i < kColumns / 2; i += 4)
         *reinterpret_cast<float2*>(to + 2 * i) = {Chain::value(d[i + 2 * k], channel_[k].channel),
@@ -161,13 +156,13 @@ class GradientSumsPass : public PassBase {
     const int column = thread();
     if (column < 2 * kColumns) {
       for (int f = 0; f < t.stack; ++f) {
-        float* const of_column = staging() + f * t.stack_channels * kPitch<kColumns> + column;
+        float* const of_column = staging() + f * t.stack_channels * kPitch + column;
         LogSumExp<float> sum[1];
         add_channels<16, 1, 1>(sum, 0, 1, min(t.stack_channels, t.out_channels),
-                               [&](int c, float* x) { *x = of_column[c * kPitch<kColumns>]; });
+                               [&](int c, float* x) { *x = of_column[c * kPitch]; });
         const float2 line = softmax_of(tile, column, f, sum[0]);
         of_column[0] = line.x;
-        of_column[kPitch<kColumns>] = line.y;
+        of_column[kPitch] = line.y;
       }
     }
     sync();
@@ -189,16 +184,15 @@ class GradientSumsPass : public PassBase {
     return {most, of_y * reciprocal(sum.sum)};
   }
 
-  template <int kColumns>
   __device__ void add_softmax(const ThreadRows& rows, const float (&d)[kColumns / 2],
                               float (&sums)[2][kGradientKinds]) const {
     const ConvTiling& t = p_.tiling;
-    const float* const first = staging() + rows.stacked(t) * t.stack_channels * kPitch<kColumns> +
+    const float* const first = staging() + rows.stacked(t) * t.stack_channels * kPitch +
                                half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const float2 most = *reinterpret_cast<const float2*>(first + 8 * j);
-      const float2 factor = *reinterpret_cast<const float2*>(first + kPitch<kColumns> + 8 * j);
+      const float2 factor = *reinterpret_cast<const float2*>(first + kPitch + 8 * j);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const float v = d[4 * j + 2 * k];

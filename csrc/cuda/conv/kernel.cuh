@@ -149,17 +149,17 @@ __device__ Operands operands_of(const ConvTiling& t, const SharedLayout& s, int 
 }
 
 // Adds the products of a chunk to accumulators; sums: memory to add them up in, or null.
-template <class SourceOfTiles, class Mode>
-__device__ void add_chunk(float (&d)[SourceOfTiles::kColumns / 2], Operands operands, int steps,
-                          bool is_first, uint8_t* sums) {
+template <class Mode>
+__device__ void add_chunk(float (&d)[kColumns / 2], Operands operands, int steps, bool is_first,
+                          uint8_t* sums) {
   for (int left = steps; left > 0; left -= kMostSumSteps) {
     operands.steps = min(left, kMostSumSteps);
     if (Mode::kParts == 2 || is_first) {
-      SourceOfTiles::template add<Mode, true>(d, operands);
+      Products::add<Mode, true>(d, operands);
     } else {
-      SourceOfTiles::template add<Mode, false>(d, operands);
+      Products::add<Mode, false>(d, operands);
     }
-    if (Mode::kParts == 2 && sums != nullptr) fold<SourceOfTiles::kColumns>(d, sums, is_first);
+    if (Mode::kParts == 2 && sums != nullptr) fold(d, sums, is_first);
     is_first = false;
     operands.weights += kMostSumSteps * 2 * kHalfStepBytes;
     operands.offsets += kMostSumSteps;
@@ -175,17 +175,15 @@ __device__ inline bool products_are_right(const ConvProblem& p, const Tile& tile
 }
 
 // Puts the conv's output in place of a tile's accumulators, by plain arithmetic.
-template <class Mode, int kColumns>
-__device__ void recompute_tile(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
-                               float (&d)[kColumns / 2], uint8_t* staging, int barrier) {
+__device__ inline void recompute_tile(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
+                                      float (&d)[kColumns / 2], uint8_t* staging, int barrier) {
   sync_threads(barrier, kGroupThreads);  // other threads' sums of chunks may stand in the same memory
-  recompute<Mode, kColumns>(p, tile, rows, d, reinterpret_cast<float*>(staging));
+  recompute(p, tile, rows, d, reinterpret_cast<float*>(staging));
   sync_threads(barrier, kGroupThreads);  // and what a pass writes next
 }
 
-template <class SourceOfTiles, class Mode, class Pass>
+template <class Mode, class Pass>
 __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group, int items) {
-  constexpr int kColumns = SourceOfTiles::kColumns;
   const ConvTiling& t = p.tiling;
   const int barrier = group + 1;
   const int half = uniform(half_of_thread());
@@ -197,7 +195,7 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
   Pass pass(p, s.staging, s.carry, barrier);
   Ring ring;
   ThreadRows rows;
-  const PixelMask whole = pixel_mask<kColumns>(t, rows.stacked(t), t.tile_rows, t.tile_cols);
+  const PixelMask whole = pixel_mask(t, rows.stacked(t), t.tile_rows, t.tile_cols);
   if (t.weights_stay) wait(&s.head->weights, 0);
   const int tiles = count_tiles<Pass::kAllRowBlocks>(t, group, items);
   for (int number = 0; number < tiles; ++number) {
@@ -208,8 +206,8 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
       pass.set_rows(rows);
     }
     const bool is_whole = tile.rows == t.tile_rows && tile.cols == t.tile_cols;
-    rows.pixels = is_whole ? whole : pixel_mask<kColumns>(t, rows.stacked(t), tile.rows, tile.cols);
-    pass.template prepare<kColumns>(tile, rows);
+    rows.pixels = is_whole ? whole : pixel_mask(t, rows.stacked(t), tile.rows, tile.cols);
+    pass.prepare(tile, rows);
     const int exponent = p.pixel_exponents[tile.panel];
     float d[kColumns / 2];
     const int steps = t.half_steps / 2;
@@ -217,8 +215,8 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
     if (folds) pass.before_staging();
     for (int chunk = 0; chunk < t.chunks; ++chunk) {
       if (chunk > 0) wait(&s.full[ring.stage], ring.parity);
-      add_chunk<SourceOfTiles, Mode>(d, operands_of<Mode>(t, s, ring.stage, half * kColumns), steps,
-                                     chunk == 0, folds ? s.staging : nullptr);
+      add_chunk<Mode>(d, operands_of<Mode>(t, s, ring.stage, half * kColumns), steps, chunk == 0,
+                      folds ? s.staging : nullptr);
       __syncwarp();
       if (lane_of_thread() == 0) arrive(&s.empty[ring.stage]);
       if (fills) filler.next();
@@ -228,35 +226,33 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
     pass.before_staging();
     Scaling scaling;
     if (is_right) {
-      scaling = scaling_of<Mode>(d, rows, exponent);
+      scaling = scaling_of(d, rows, exponent);
     } else {
-      recompute_tile<Mode, kColumns>(p, tile, rows, d, s.staging, barrier);
+      recompute_tile(p, tile, rows, d, s.staging, barrier);
     }
-    pass.template finish<kColumns>(tile, rows, d, scaling);
+    pass.finish(tile, rows, d, scaling);
   }
   pass.end();
 }
 
-template <class SourceOfTiles, class Mode, class Pass>
+template <class Mode, class Pass>
 __global__ void __launch_bounds__(kConvThreads, 1)
     conv_kernel(const __grid_constant__ ConvProblem p, int items) {
-  if constexpr (SourceOfTiles::kCompiles) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    const ConvTiling& t = p.tiling;
-    const int group = group_of_thread();
-    const SharedLayout s = shared_layout<Mode>(t, shared, group);
-    if (threadIdx.x == 0) init_barriers(t, s.head);
-    fence_async_proxy();
-    __syncthreads();
-    wait_for_earlier_kernels();
-    if (t.weights_stay && uniform(threadIdx.x / kWarpThreads) == 0) {
-      const UnitCopies copies(&s.head->weights, Mode::kParts * t.weights_bytes);
-      copy_weights<Mode>(p, 0, 0, copies, s.weights);
-      copies.end();
-    }
-    run_tiles<SourceOfTiles, Mode, Pass>(p, s, group, items);
-    let_next_kernel_start();
+  extern __shared__ __align__(128) uint8_t shared[];
+  const ConvTiling& t = p.tiling;
+  const int group = group_of_thread();
+  const SharedLayout s = shared_layout<Mode>(t, shared, group);
+  if (threadIdx.x == 0) init_barriers(t, s.head);
+  fence_async_proxy();
+  __syncthreads();
+  wait_for_earlier_kernels();
+  if (t.weights_stay && uniform(threadIdx.x / kWarpThreads) == 0) {
+    const UnitCopies copies(&s.head->weights, Mode::kParts * t.weights_bytes);
+    copy_weights<Mode>(p, 0, 0, copies, s.weights);
+    copies.end();
   }
+  run_tiles<Mode, Pass>(p, s, group, items);
+  let_next_kernel_start();
 }
 
 }  // namespace FUSEDCONV_TARGET

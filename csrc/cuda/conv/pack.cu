@@ -20,49 +20,39 @@ __device__ void clear_tile_parts(const ConvProblem& p, int panel) {
     of_sample[i] = {};
 }
 
-// The first blocks pack weights, a warp a row; each of the others packs a panel.
-template <class Mode>
+// The first blocks pack weights, a warp a row; each of the others packs a panel. Held: see Unit.
+template <class Held>
 __global__ void __launch_bounds__(kPackThreads, kPackBlocks)
     pack_conv_operands(const __grid_constant__ ConvProblem p, int weight_blocks) {
-  if constexpr (kConvCompiles) {
-    extern __shared__ unsigned magnitudes[];
-    const int block = blockIdx.x;
-    if (block < weight_blocks) {
-      pack_weights<Mode>(p, block * kPackWarps + pack_warp());
-    } else {
-      const int panel = block - weight_blocks;
-      if (p.tile_parts != nullptr) clear_tile_parts(p, panel);
-      PanelPacker<Mode>(p, panel, magnitudes).pack();
-    }
-    let_next_kernel_start();
+  extern __shared__ unsigned magnitudes[];
+  const int block = blockIdx.x;
+  if (block < weight_blocks) {
+    const int row = block * kPackWarps + pack_warp();
+    p.input.dtype == DType::kBFloat16 ? pack_weights<__nv_bfloat16>(p, row) : pack_weights<__half>(p, row);
+  } else {
+    const int panel = block - weight_blocks;
+    if (p.tile_parts != nullptr) clear_tile_parts(p, panel);
+    PanelPacker<Held>(p, panel, magnitudes).pack();
   }
+  let_next_kernel_start();
 }
 
 }  // namespace
 
-template <class Mode>
 cudaError_t launch_pack(const ConvProblem& p, cudaStream_t stream) {
   const ConvTiling& t = p.tiling;
   const int weight_blocks = t.row_blocks * kRows / kPackWarps;
   const int blocks = weight_blocks + int(p.input.size[0]) * panels_per_sample(t);
-  const size_t shared_bytes = t.in_channels * sizeof(unsigned);
-  pack_conv_operands<Mode><<<blocks, kPackThreads, shared_bytes, stream>>>(p, weight_blocks);
-  return cudaGetLastError();
+  const LaunchShape shape{dim3(blocks), kPackThreads, t.in_channels * int(sizeof(unsigned)), false};
+  const auto kernel =
+      p.input.dtype == DType::kFloat32 ? pack_conv_operands<float> : pack_conv_operands<uint16_t>;
+  return launch_kernel(kernel, shape, stream, p, weight_blocks);
 }
 
-template <class Mode>
 cudaError_t load_pack() {
-  return load_kernel(pack_conv_operands<Mode>);
+  if (const cudaError_t status = load_kernel(pack_conv_operands<float>)) return status;
+  return load_kernel(pack_conv_operands<uint16_t>);
 }
-
-#define FUSEDCONV_PACK(Mode)                                                \
-  template cudaError_t launch_pack<Mode>(const ConvProblem&, cudaStream_t); \
-  template cudaError_t load_pack<Mode>();
-
-FUSEDCONV_PACK(Float32Ieee)
-FUSEDCONV_PACK(Float32Tf32)
-FUSEDCONV_PACK(BFloat16)
-FUSEDCONV_PACK(Float16)
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

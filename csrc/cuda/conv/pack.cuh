@@ -10,11 +10,9 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-template <class Mode>
 cudaError_t launch_pack(const ConvProblem& p, cudaStream_t stream);
 
-// Loads its kernel onto the current device.
-template <class Mode>
+// Loads its kernels onto the current device.
 cudaError_t load_pack();
 
 }  // namespace FUSEDCONV_TARGET

@@ -3,7 +3,7 @@
 // channels that do not exist are zeros. One scale serves a panel: it is found first, from all its values.
 #pragma once
 
-#include "cuda/device/packs.cuh"
+#include "cuda/device/elements.cuh"
 #include "cuda/device/split.cuh"
 #include "problem.cuh"
 
@@ -17,8 +17,9 @@ constexpr int kPackBlocks = 2;  // of a multiprocessor: one loads while another 
 
 __device__ inline int pack_warp() { return threadIdx.x / kWarpThreads; }
 
-// 8 values: those of one unit of 16 bytes once they are halves.
-template <class In>
+// 8 values: those of one unit of 16 bytes once they are halves. Held is what the input holds: float, or the
+// bits of either type of two bytes.
+template <class Held>
 struct Unit {
   float value[kUnitElements];
 
@@ -34,15 +35,15 @@ struct Unit {
 
 // Values of two bytes are loaded into a register each, and put together when all of a thread's loads are on
 // their way: they would be waited for.
-template <class In>
-struct HalfUnit {
+template <>
+struct Unit<uint16_t> {
   uint32_t word[kUnitElements];
 
-  __device__ void set(const In* vector) {
+  __device__ void set(const uint16_t* vector) {
     const uint4 words = *reinterpret_cast<const uint4*>(vector);
     word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
   }
-  __device__ void set(int i, const In* from) { word[i] = *reinterpret_cast<const unsigned short*>(from); }
+  __device__ void set(int i, const uint16_t* from) { word[i] = *from; }
   __device__ void settle(bool was_vector) {
     if (was_vector) return;
 #pragma unroll
@@ -50,19 +51,13 @@ struct HalfUnit {
   }
 };
 
-template <>
-struct Unit<__half> : HalfUnit<__half> {};
-template <>
-struct Unit<__nv_bfloat16> : HalfUnit<__nv_bfloat16> {};
-
 // One block of channels of a panel.
-template <class Mode>
+template <class Held>
 struct ChannelPlane {
-  using In = typename Mode::In;
-  const In* first;  // its first pixel's first channel, which need not exist
-  int row, col;     // of that pixel, in the input; padding comes before 0
-  int channel;      // the first one
-  int64_t units;    // of it, from the start of all that is packed, in the first part
+  const Held* first;  // its first pixel's first channel, which need not exist
+  int row, col;       // of that pixel, in the input; padding comes before 0
+  int channel;        // the first one
+  int64_t units;      // of it, from the start of all that is packed, in the first part
 
   __device__ ChannelPlane(const ConvProblem& p, int panel, int plane) {
     const ConvTiling& t = p.tiling;
@@ -76,16 +71,15 @@ struct ChannelPlane {
     col = (panel - of_rows * t.tiles_across) * t.tile_cols - t.padding[1] + part.kernel_col * t.dilation[1];
     channel = (part.block + block) * t.unit_channels;
     const int64_t* stride = p.input.stride;
-    first = static_cast<const In*>(p.input.data) + sample * stride[0] + channel * stride[1] +
+    first = static_cast<const Held*>(p.input.data) + sample * stride[0] + channel * stride[1] +
             row * stride[2] + col * stride[3];
-    units = (int64_t(panel) * t.chunks + chunk) * chunk_units(t) * Mode::kParts + block * t.panel_units;
+    units = (int64_t(panel) * t.chunks + chunk) * chunk_units(t) * p.operand_parts + block * t.panel_units;
   }
 };
 
-template <class Mode>
-__device__ void load_unit(const ConvProblem& p, const ChannelPlane<Mode>& plane, int index,
-                          Unit<typename Mode::In>& unit) {
-  using In = typename Mode::In;
+template <class Held>
+__device__ void load_unit(const ConvProblem& p, const ChannelPlane<Held>& plane, int index,
+                          Unit<Held>& unit) {
   const ConvTiling& t = p.tiling;
   const int slot = t.by_pitch.divide(index);
   const int phase = t.by_panel_phase_rows.divide(slot);
@@ -93,7 +87,7 @@ __device__ void load_unit(const ConvProblem& p, const ChannelPlane<Mode>& plane,
   const int col = index - slot * t.pitch;
   const int64_t col_stride = p.input.stride[3];
   const int64_t channel_stride = p.input.stride[1];
-  const In* at = plane.first + row * p.input.stride[2] + col * col_stride;
+  const Held* at = plane.first + row * p.input.stride[2] + col * col_stride;
   const bool is_row = index < t.panel_units && unsigned(plane.row + row) < unsigned(t.in_size[0]);
   const auto exists = [&](int shift) {
     return is_row && unsigned(plane.col + col + shift) < unsigned(t.in_size[1]);
@@ -134,9 +128,8 @@ struct PackTeam {
   }
 };
 
-// Writes a unit's parts, so many units from each other.
-template <class Mode>
-__device__ void store_unit(const Unit<float>& unit, float scale, uint4* to, int64_t part) {
+// Writes a unit's parts; the second one, if there is one, so many units behind the first.
+__device__ inline void store_unit(const Unit<float>& unit, float scale, int parts, uint4* to, int64_t part) {
   uint4 high, low;
   __half2* highs = reinterpret_cast<__half2*>(&high);
   __half2* lows = reinterpret_cast<__half2*>(&low);
@@ -148,50 +141,47 @@ __device__ void store_unit(const Unit<float>& unit, float scale, uint4* to, int6
     lows[i] = __float22half2_rn({fmaf(x.x, scale, -rounded.x), fmaf(x.y, scale, -rounded.y)});
   }
   *to = high;
-  if constexpr (Mode::kParts == 2) to[part] = low;
+  if (parts == 2) to[part] = low;
 }
 
-template <class Mode, class In>
-__device__ void store_unit(const Unit<In>& unit, float, uint4* to, int64_t) {
+__device__ inline void store_unit(const Unit<uint16_t>& unit, float, int, uint4* to, int64_t) {
   *to = {unit.word[0], unit.word[1], unit.word[2], unit.word[3]};
 }
 
 // The largest magnitudes of a thread's units, for each of their values; NaN wins.
-template <class In>
+template <class Held>
 struct UnitMagnitudes {
   float most[kUnitElements]{};
 
-  __device__ void add(const Unit<In>& unit) {
+  __device__ void add(const Unit<Held>& unit) {
 #pragma unroll
     for (int i = 0; i < kUnitElements; ++i) most[i] = maximum(most[i], fabsf(unit.value[i]));
   }
-  __device__ float value(int i) const { return most[i]; }
+  __device__ float value(int i, DType) const { return most[i]; }
 };
 
 // Of values of two bytes: their bits are in the order of the magnitudes.
-template <class In>
-struct HalfUnitMagnitudes {
+template <>
+struct UnitMagnitudes<uint16_t> {
   uint32_t most[kUnitElements / 2]{};
 
-  __device__ void add(const Unit<In>& unit) {
+  __device__ void add(const Unit<uint16_t>& unit) {
 #pragma unroll
     for (int i = 0; i < kUnitElements / 2; ++i) most[i] = __vmaxu2(most[i], unit.word[i] & 0x7fff7fff);
   }
-  __device__ float value(int i) const { return static_cast<float>(reinterpret_cast<const In*>(most)[i]); }
+  __device__ float value(int i, DType dtype) const {
+    return from_half_bits(uint16_t(most[i / 2] >> (i % 2 * 16)), dtype == DType::kBFloat16);
+  }
 };
 
-template <>
-struct UnitMagnitudes<__half> : HalfUnitMagnitudes<__half> {};
-template <>
-struct UnitMagnitudes<__nv_bfloat16> : HalfUnitMagnitudes<__nv_bfloat16> {};
-
 // By a warp: into those of the channels, as the bits of floats.
-template <class In>
-__device__ void write_magnitudes(const UnitMagnitudes<In>& of_units, const ConvTiling& t, int channel,
+template <class Held>
+__device__ void write_magnitudes(const UnitMagnitudes<Held>& of_units, const ConvProblem& p, int channel,
                                  unsigned* magnitudes) {
+  const ConvTiling& t = p.tiling;
 #pragma unroll
   for (int i = 0; i < kUnitElements; ++i) {
-    const unsigned of_warp = largest_of_warp(__float_as_uint(of_units.value(i)) & 0x7fffffff);
+    const unsigned of_warp = largest_of_warp(__float_as_uint(of_units.value(i, p.input.dtype)) & 0x7fffffff);
     const int c = channel + (i & (t.unit_channels - 1));
     if (lane_of_thread() == i && c < t.in_channels) atomicMax(&magnitudes[c], of_warp);
   }
@@ -205,11 +195,11 @@ __device__ inline unsigned largest(const unsigned* magnitudes, int count) {
 }
 
 // By all threads of a block: its panel. magnitudes: shared memory, one for each input channel.
-template <class Mode>
+template <class Held>
 class PanelPacker {
- public:
-  using In = typename Mode::In;
+  static constexpr bool kScales = std::is_same_v<Held, float>;
 
+ public:
   __device__ PanelPacker(const ConvProblem& problem, int panel, unsigned* magnitudes)
       : p_(problem), panel_(panel), magnitudes_(magnitudes), team_(problem.tiling) {}
 
@@ -221,28 +211,28 @@ class PanelPacker {
     // once.
     const bool fits = t.chunks * t.blocks_per_chunk <= team_.teams &&
                       t.panel_units <= team_.warps * kWarpThreads * kPackBatch;
-    Unit<In> unit[kPackBatch];
+    Unit<Held> unit[kPackBatch];
     unsigned most = 0;
 #pragma unroll 1
-    for (int pass = 0; pass < (Mode::kScales ? 2 : 1); ++pass) {
+    for (int pass = 0; pass < (kScales ? 2 : 1); ++pass) {
       const bool measures = pass == 0;
-      const float scale = power_of_two(Mode::kScales && !measures ? scale_exponent(most) : 0);
-      for_each_plane([&](const ChannelPlane<Mode>& plane) {
-        UnitMagnitudes<In> magnitudes;
+      const float scale = power_of_two(kScales && !measures ? scale_exponent(most) : 0);
+      for_each_plane([&](const ChannelPlane<Held>& plane) {
+        UnitMagnitudes<Held> magnitudes;
         for_each_batch([&](int index) {
           if (measures || !fits) load(plane, index, unit);
           if (measures) {
 #pragma unroll
-            for (const Unit<In>& u : unit) magnitudes.add(u);
+            for (const Unit<Held>& u : unit) magnitudes.add(u);
           }
-          if (!measures || !Mode::kScales) store(plane, index, unit, scale);
+          if (!measures || !kScales) store(plane, index, unit, scale);
         });
-        if (measures) write_magnitudes(magnitudes, t, plane.channel, magnitudes_);
+        if (measures) write_magnitudes(magnitudes, p_, plane.channel, magnitudes_);
       });
       __syncthreads();
       most = largest(magnitudes_, t.in_channels);
     }
-    const int exponent = Mode::kScales ? scale_exponent(most) : 0;
+    const int exponent = kScales ? scale_exponent(most) : 0;
     if (threadIdx.x == 0) p_.pixel_exponents[panel_] = most < kInfinityBits ? exponent : kNonFinite;
     for (int c = threadIdx.x; c < t.in_channels; c += kPackThreads)
       p_.magnitudes[int64_t(panel_) * t.in_channels + c] = magnitudes_[c];
@@ -254,7 +244,7 @@ class PanelPacker {
     const int planes = p_.tiling.chunks * p_.tiling.blocks_per_chunk;
 #pragma unroll 1
     for (int plane = team_.team; plane < planes; plane += team_.teams)
-      visit(ChannelPlane<Mode>(p_, panel_, plane));
+      visit(ChannelPlane<Held>(p_, panel_, plane));
   }
 
   // Calls visit(index of the thread's first unit); the next ones are batch_step() further on.
@@ -268,19 +258,19 @@ class PanelPacker {
 
   __device__ int batch_step() const { return team_.warps * kWarpThreads; }
 
-  __device__ void load(const ChannelPlane<Mode>& plane, int index, Unit<In> (&unit)[kPackBatch]) const {
+  __device__ void load(const ChannelPlane<Held>& plane, int index, Unit<Held> (&unit)[kPackBatch]) const {
 #pragma unroll
     for (int k = 0; k < kPackBatch; ++k) load_unit(p_, plane, index + k * batch_step(), unit[k]);
 #pragma unroll
-    for (Unit<In>& u : unit) u.settle(p_.tiling.reads_vectors);
+    for (Unit<Held>& u : unit) u.settle(p_.tiling.reads_vectors);
   }
 
-  __device__ void store(const ChannelPlane<Mode>& plane, int index, const Unit<In> (&unit)[kPackBatch],
+  __device__ void store(const ChannelPlane<Held>& plane, int index, const Unit<Held> (&unit)[kPackBatch],
                         float scale) const {
 #pragma unroll
     for (int k = 0; k < kPackBatch; ++k, index += batch_step())
       if (index < p_.tiling.panel_units)
-        store_unit<Mode>(unit[k], scale, p_.pixels + plane.units + index, chunk_units(p_.tiling));
+        store_unit(unit[k], scale, p_.operand_parts, p_.pixels + plane.units + index, chunk_units(p_.tiling));
   }
 
   const ConvProblem& p_;

@@ -10,10 +10,13 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+__device__ inline float weight_at(const ConvProblem& p, int64_t offset) {
+  return load_values<float, 1>({p.weight.data, p.weight.dtype}, offset).element[0];
+}
+
 // The weight that row m of a block of rows has at one value of a unit along the sum.
-template <class Mode>
-__device__ float weight_at(const ConvProblem& p, int row_block, int m, int chunk, int half_step,
-                           int element) {
+__device__ inline float weight_of(const ConvProblem& p, int row_block, int m, int chunk, int half_step,
+                                  int element) {
   const ConvTiling& t = p.tiling;
   const int units_per_block = t.tap_rows * t.tap_groups;
   const ChunkPlace first(t, chunk);
@@ -30,33 +33,30 @@ __device__ float weight_at(const ConvProblem& p, int row_block, int m, int chunk
                       row_of_chunk < t.kernel_rows && kernel_row < t.kernel[0] && kernel_col < t.kernel[1];
   if (!exists) return 0;
   const int64_t* stride = p.weight.stride;
-  return float(
-      static_cast<const typename Mode::In*>(p.weight.data)[out_channel * stride[0] + in_channel * stride[1] +
-                                                           kernel_row * stride[2] + kernel_col * stride[3]]);
+  return weight_at(
+      p, out_channel * stride[0] + in_channel * stride[1] + kernel_row * stride[2] + kernel_col * stride[3]);
 }
 
 // The largest magnitude of the weights between two channels, as the bits of a float; NaN wins.
-template <class Mode>
-__device__ unsigned channel_magnitude(const ConvProblem& p, int out_channel, int in_channel) {
+__device__ inline unsigned channel_magnitude(const ConvProblem& p, int out_channel, int in_channel) {
   const int64_t* stride = p.weight.stride;
-  const auto* taps =
-      static_cast<const typename Mode::In*>(p.weight.data) + out_channel * stride[0] + in_channel * stride[1];
+  const int64_t first = out_channel * stride[0] + in_channel * stride[1];
   unsigned magnitude = 0;
   for (int kh = 0; kh < p.tiling.kernel[0]; ++kh)
     for (int kw = 0; kw < p.tiling.kernel[1]; ++kw)
-      magnitude = max(magnitude, __float_as_uint(fabsf(float(taps[kh * stride[2] + kw * stride[3]]))));
+      magnitude =
+          max(magnitude, __float_as_uint(fabsf(weight_at(p, first + kh * stride[2] + kw * stride[3]))));
   return magnitude;
 }
 
 // Of a row: the exponent of its scale, its bias, and each input channel's share of its largest weight.
-template <class Mode>
-__device__ int describe_row(const ConvProblem& p, int row, int out_channel) {
+__device__ inline int describe_row(const ConvProblem& p, int row, int out_channel) {
   const ConvTiling& t = p.tiling;
   const bool exists = out_channel < t.out_channels;
   int* share = p.shares + int64_t(row) * t.in_channels;
   unsigned most = 0;
   for (int c = lane_of_thread(); c < t.in_channels; c += kWarpThreads) {
-    const unsigned magnitude = exists ? channel_magnitude<Mode>(p, out_channel, c) : 0;
+    const unsigned magnitude = exists ? channel_magnitude(p, out_channel, c) : 0;
     share[c] = magnitude == 0 ? kNoShare : exponent_of(magnitude);
     most = max(most, magnitude);
   }
@@ -68,33 +68,32 @@ __device__ int describe_row(const ConvProblem& p, int row, int out_channel) {
     least = min(least, share[c]);
   }
   const bool is_wide = most != 0 && __any_sync(~0u, least < -kExactBits);
-  const int exponent = Mode::kScales ? scale_exponent(most) : 0;
+  const int exponent = is_scaled(p.input.dtype) ? scale_exponent(most) : 0;
   if (lane_of_thread() == 0) {
     p.weight_exponents[row] = most < kInfinityBits ? exponent : kNonFinite;
     p.row_bias[row] = exists ? value_of<float>(p.conv_bias, out_channel) : 0.0f;
-    p.is_wide[row] = Mode::kScales && is_wide;
+    p.is_wide[row] = is_scaled(p.input.dtype) && is_wide;
   }
   return exponent;
 }
 
 // By a warp: one row of a block of rows, in all chunks.
-template <class Mode>
+template <class Element>
 __device__ void pack_weights(const ConvProblem& p, int row) {
-  using Element = typename Mode::Element;
   const ConvTiling& t = p.tiling;
   const int row_block = row / kRows;
   const int m = row % kRows;
   const int values = t.half_steps * kUnitElements;
-  const int exponent = describe_row<Mode>(p, row, row_block * kRows + m % t.stack_channels);
+  const int exponent = describe_row(p, row, row_block * kRows + m % t.stack_channels);
   const float scale = power_of_two(exponent);
   for (int chunk = 0; chunk < t.chunks; ++chunk) {
     Element* to = reinterpret_cast<Element*>(p.weights) +
-                  (row_block * t.chunks + chunk) * int64_t(Mode::kParts * values * kRows) + m * kUnitElements;
+                  (row_block * t.chunks + chunk) * int64_t(p.operand_parts * values * kRows) +
+                  m * kUnitElements;
     for (int i = lane_of_thread(); i < values; i += kWarpThreads) {
-      float w = weight_at<Mode>(p, row_block, m, chunk, i / kUnitElements, i % kUnitElements) * scale;
+      float w = weight_of(p, row_block, m, chunk, i / kUnitElements, i % kUnitElements) * scale;
       Element* unit = to + i / kUnitElements * (kRows * kUnitElements) + i % kUnitElements;
-#pragma unroll
-      for (int part = 0; part < Mode::kParts; ++part) {
+      for (int part = 0; part < p.operand_parts; ++part) {
         const Element rounded = static_cast<Element>(w);
         unit[part * values * kRows] = rounded;
         w -= static_cast<float>(rounded);

@@ -15,13 +15,6 @@ using cuda::kRows;
 using cuda::kUnitBytes;
 using cuda::kUnitElements;
 
-// Older cards take PyTorch's conv: the kernels of a chain with its conv have no code there.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr bool kConvCompiles = false;
-#else
-constexpr bool kConvCompiles = true;
-#endif
-
 constexpr int kNonFinite = 1 << 20;  // in place of an exponent: the tensor cores' arithmetic would not do
 
 constexpr int kNoShare = -(1 << 20);  // where weights are zeros
@@ -49,6 +42,7 @@ struct ConvGradientSums {
 
 struct ConvProblem {
   Tensor input, weight, output;
+  int operand_parts;  // of a value, for the tensor cores: see split.cuh
   Parameter conv_bias;
   Arguments arguments;
   ConvTiling tiling;

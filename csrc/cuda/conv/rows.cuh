@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/device/split.cuh"
+#include "products.cuh"
 #include "tiles.cuh"
 
 namespace fusedconv {
@@ -26,8 +27,7 @@ struct PixelMask {
   __device__ int count() const { return __popc(bits); }
 };
 
-template <int kColumns>
-__device__ PixelMask pixel_mask(const ConvTiling& t, int stacked, int rows, int cols) {
+__device__ inline PixelMask pixel_mask(const ConvTiling& t, int stacked, int rows, int cols) {
   static_assert(kColumns <= 128, "two bits for 8 columns");
   PixelMask mask;
   const int slot = t.by_pitch.divide(half_of_thread() * kColumns);
@@ -80,7 +80,7 @@ struct ThreadRows {
 
 // Calls visit(j, row, col) for each 8 columns of a product, which lie in one row of shared memory: col is the
 // first's.
-template <int kColumns, class Visit>
+template <class Visit>
 __device__ void for_each_block(const ConvTiling& t, const Visit& visit) {
   int row = t.by_pitch.divide(half_of_thread() * kColumns);
   int col = half_of_thread() * kColumns - row * t.pitch;
@@ -120,7 +120,7 @@ __device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, cons
 
 // The conv at one pixel in plain arithmetic, where infinities and NaN mean what they mean in PyTorch.
 template <class In>
-__device__ float conv_at(const ConvProblem& p, int64_t sample, int channel, int row, int col) {
+__device__ float conv_of(const ConvProblem& p, int64_t sample, int channel, int row, int col) {
   const ConvTiling& t = p.tiling;
   float sum = 0;
   const In* input = static_cast<const In*>(p.input.data) + sample * p.input.stride[0];
@@ -141,10 +141,20 @@ __device__ float conv_at(const ConvProblem& p, int64_t sample, int channel, int 
   return sum;
 }
 
+__device__ inline float conv_at(const ConvProblem& p, int64_t sample, int channel, int row, int col) {
+  switch (p.input.dtype) {
+    case DType::kBFloat16:
+      return conv_of<__nv_bfloat16>(p, sample, channel, row, col);
+    case DType::kFloat16:
+      return conv_of<__half>(p, sample, channel, row, col);
+    default:
+      return conv_of<float>(p, sample, channel, row, col);
+  }
+}
+
 // Puts the conv's output in place of a thread's accumulators, by way of memory, as registers have no index.
-template <class Mode, int kColumns>
-__device__ void recompute(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
-                          float (&d)[kColumns / 2], float* staging) {
+__device__ inline void recompute(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
+                                 float (&d)[kColumns / 2], float* staging) {
   const ConvTiling& t = p.tiling;
   float* own = staging + threadIdx.x % kGroupThreads;
   for (int i = 0; i < kColumns / 2; ++i) {
@@ -155,9 +165,8 @@ __device__ void recompute(const ConvProblem& p, const Tile& tile, const ThreadRo
     const int row = slot * t.stack + rows.stacked(t);
     const int col = column - slot * t.pitch;
     if (row < tile.rows && col < tile.cols && channel < t.out_channels) {
-      own[i * kGroupThreads] =
-          conv_at<typename Mode::In>(p, tile.sample, channel, tile.row + row, tile.col + col) +
-          (is_first ? rows.bias[0] : rows.bias[1]);
+      own[i * kGroupThreads] = conv_at(p, tile.sample, channel, tile.row + row, tile.col + col) +
+                               (is_first ? rows.bias[0] : rows.bias[1]);
     }
   }
 #pragma unroll
@@ -172,12 +181,12 @@ struct Scaling {
 };
 
 // Of the accumulators; where 2^power is no float they get a part of it here.
-template <class Mode, int kCount>
+template <int kCount>
 __device__ Scaling scaling_of(float (&d)[kCount], const ThreadRows& rows, int exponent) {
   Scaling scaling;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const int power = Mode::kScales ? -(exponent + rows.exponent[k]) : 0;
+    const int power = -(exponent + rows.exponent[k]);
     const int within = min(max(power, -kMostExponent), kMostExponent);
     scaling.factor[k] = power_of_two(within);
     scaling.bias[k] = rows.bias[k];
@@ -200,8 +209,7 @@ __device__ void unscale(float (&d)[kCount], const Scaling& scaling) {
 }
 
 // Adds what is in memory to the accumulators, and leaves the sums there as well.
-template <int kColumns>
-__device__ void fold(float (&d)[kColumns / 2], uint8_t* staging, bool is_first) {
+__device__ inline void fold(float (&d)[kColumns / 2], uint8_t* staging, bool is_first) {
   float4* sums = reinterpret_cast<float4*>(staging) + threadIdx.x % kGroupThreads;
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {

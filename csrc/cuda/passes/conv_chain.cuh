@@ -17,6 +17,11 @@ struct ConvChain {
   static constexpr bool kPools = Chain::Reduce::kPools;
   // It needs statistics of all the conv's output before any of it is finished.
   static constexpr bool kWaitsForNorms = Chain::kNeedsStatistics && !kPools;
+#ifdef FUSEDCONV_WGMMA
+  static constexpr bool kMayReside = kWaitsForNorms;  // samples, in shared memory: see resident.cuh
+#else
+  static constexpr bool kMayReside = false;
+#endif
 
   static ConvPlan plan(const Problem& problem, const Card& card) {
     return cuda::plan_conv(problem, {kPools, kWaitsForNorms}, card);
@@ -31,24 +36,20 @@ struct ConvChain {
                             cudaStream_t stream) {
     if (element_count(problem.output) == 0) return cudaSuccess;
     const ConvProblem p = conv_problem(problem, plan, workspace).first;
-    cudaError_t status = cudaErrorInvalidValue;
-    visit_modes(problem, plan.source, [&](auto source, auto mode) {
-      status = launch_passes<decltype(source), decltype(mode)>(p, plan, card, stream);
-    });
-    return status;
+    return visit_mode(problem,
+                      [&](auto mode) { return launch_passes<decltype(mode)>(p, plan, card, stream); });
   }
 
   // Loads the kernels onto the current device and lets them use all of its shared memory.
   static cudaError_t load(const Card& card) {
-    cudaError_t status = cudaSuccess;
-    for_each_mode([&](auto source, auto mode) {
-      if (status == cudaSuccess) status = load_passes<decltype(source), decltype(mode)>(card);
-    });
-    if (status == cudaSuccess && Chain::kNeedsStatistics) status = load_group_statistics<float, float>();
-    if constexpr (kPools) {
-      if (status == cudaSuccess) status = load_pointwise<Chain>();
+    if (const cudaError_t status = load_pack()) return status;
+    if (const cudaError_t status = visit_modes([&](auto mode) { return load_passes<decltype(mode)>(card); }))
+      return status;
+    if constexpr (Chain::kNeedsStatistics) {
+      if (const cudaError_t status = load_group_statistics<float, float>()) return status;
     }
-    return status;
+    if constexpr (kPools) return load_pointwise<Chain>();
+    return cudaSuccess;
   }
 
  private:
@@ -76,47 +77,45 @@ struct ConvChain {
     return {p, workspace.bytes()};
   }
 
-  template <class S, class Mode>
+  template <class Mode>
   static cudaError_t launch_passes(const ConvProblem& p, const ConvPlan& plan, const Card& card,
                                    cudaStream_t stream) {
-    if (const cudaError_t status = launch_pack<Mode>(p, stream)) return status;
-    if constexpr (kWaitsForNorms && std::is_same_v<S, Sm90a>) {
+    if (const cudaError_t status = launch_pack(p, stream)) return status;
+    if constexpr (kMayReside) {
       if (plan.is_resident) {
-        const cudaError_t status = launch_pass<S, Mode, ResidentPass<Chain, Mode>, true>(p, card, stream);
+        const cudaError_t status = launch_pass<Mode, ResidentPass<Chain, Mode>, true>(p, card, stream);
         if (status != cudaErrorCooperativeLaunchTooLarge) return status;
         cudaGetLastError();  // the stream has fewer multiprocessors than the card: two passes do with any
                              // number
       }
     }
     if constexpr (kPools) {
-      if (const cudaError_t status = launch_pass<S, Mode, PoolPass<Chain, false>>(p, card, stream))
+      if (const cudaError_t status = launch_pass<Mode, PoolPass<Chain, false>>(p, card, stream))
         return status;
       if (const cudaError_t status = launch_norms(p, card, stream)) return status;
       return launch_pointwise<Chain>(p, card.overlaps_kernels, stream);
     } else {
       if constexpr (Chain::kNeedsStatistics) {
         using Moments = MomentsPass<typename Chain::Pre>;
-        if (const cudaError_t status = launch_pass<S, Mode, Moments>(p, card, stream)) return status;
+        if (const cudaError_t status = launch_pass<Mode, Moments>(p, card, stream)) return status;
         if (const cudaError_t status = launch_norms(p, card, stream)) return status;
       }
-      return launch_pass<S, Mode, LastPass<Mode>>(p, card, stream);
+      return launch_pass<Mode, LastPass<Mode>>(p, card, stream);
     }
   }
 
-  template <class S, class Mode>
+  template <class Mode>
   static cudaError_t load_passes(const Card& card) {
-    if (const cudaError_t status = load_pack<Mode>()) return status;
     if constexpr (kPools) {
-      return load_pass<S, Mode, PoolPass<Chain, false>>(card);
+      return load_pass<Mode, PoolPass<Chain, false>>(card);
     } else {
       if constexpr (kWaitsForNorms) {
-        if (const cudaError_t status = load_pass<S, Mode, MomentsPass<typename Chain::Pre>>(card))
-          return status;
+        if (const cudaError_t status = load_pass<Mode, MomentsPass<typename Chain::Pre>>(card)) return status;
       }
-      if constexpr (kWaitsForNorms && std::is_same_v<S, Sm90a>) {
-        if (const cudaError_t status = load_pass<S, Mode, ResidentPass<Chain, Mode>>(card)) return status;
+      if constexpr (kMayReside) {
+        if (const cudaError_t status = load_pass<Mode, ResidentPass<Chain, Mode>>(card)) return status;
       }
-      return load_pass<S, Mode, LastPass<Mode>>(card);
+      return load_pass<Mode, LastPass<Mode>>(card);
     }
   }
 

@@ -17,8 +17,13 @@ using cuda::ConvSource;
 // With memory for what every pass takes.
 inline ConvProblem packed_problem(const Problem& problem, const ConvPlan& plan, Workspace& workspace) {
   const ConvTiling& t = plan.tiling;
-  ConvProblem p{problem.input,      problem.conv->weight, problem.output,
-                problem.conv->bias, problem.arguments,    t};
+  ConvProblem p{problem.input,
+                problem.conv->weight,
+                problem.output,
+                plan.parts,
+                problem.conv->bias,
+                problem.arguments,
+                t};
   p.tiling.reads_vectors &= is_aligned(problem.input.data, kVectorBytes);
   const Checked panels = Checked(problem.input.size[0]) * panels_per_sample(t);
   p.weights =
@@ -33,39 +38,31 @@ inline ConvProblem packed_problem(const Problem& problem, const ConvPlan& plan, 
   return p;
 }
 
-// Calls visit(source, mode) with values of the types that a problem runs with.
+// Calls visit with a value of the mode that a problem runs with.
 template <class Visit>
-void visit_modes(const Problem& problem, ConvSource source, const Visit& visit) {
-  const auto with_source = [&](auto source) {
-    switch (problem.input.dtype) {
-      case DType::kFloat32:
-        return problem.conv->tf32 ? visit(source, Float32Tf32{}) : visit(source, Float32Ieee{});
-      case DType::kBFloat16:
-        return visit(source, BFloat16{});
-      case DType::kFloat16:
-        return visit(source, Float16{});
-      default:
-        return;
-    }
-  };
-  source == ConvSource::kSm90a ? with_source(Sm90a{}) : with_source(Sm80{});
+cudaError_t visit_mode(const Problem& problem, const Visit& visit) {
+  switch (problem.input.dtype) {
+    case DType::kFloat32:
+      return problem.conv->tf32 ? visit(Halves{}) : visit(SplitHalves{});
+    case DType::kBFloat16:
+      return visit(BFloat16s{});
+    case DType::kFloat16:
+      return visit(Halves{});
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
-// The same with every mode of each source.
+// The same with each mode, until one fails.
 template <class Visit>
-void for_each_mode(const Visit& visit) {
-  const auto of_source = [&](auto source) {
-    visit(source, Float32Ieee{});
-    visit(source, Float32Tf32{});
-    visit(source, BFloat16{});
-    visit(source, Float16{});
-  };
-  of_source(Sm80{});
-  of_source(Sm90a{});
+cudaError_t visit_modes(const Visit& visit) {
+  if (const cudaError_t status = visit(SplitHalves{})) return status;
+  if (const cudaError_t status = visit(Halves{})) return status;
+  return visit(BFloat16s{});
 }
 
 // Persistent blocks, one a multiprocessor.
-template <class S, class Mode, class Pass, bool kIsCooperative = false>
+template <class Mode, class Pass, bool kIsCooperative = false>
 cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t stream) {
   const ConvTiling& t = p.tiling;
   const int items =
@@ -73,14 +70,14 @@ cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t str
   const int blocks = items < card.multiprocessors ? items : card.multiprocessors;
   const LaunchShape shape{dim3(blocks), kConvThreads, t.shared_bytes,
                           card.overlaps_kernels && !kIsCooperative, kIsCooperative};
-  return launch_kernel(conv_kernel<S, Mode, Pass>, shape, stream, p, items);
+  return launch_kernel(conv_kernel<Mode, Pass>, shape, stream, p, items);
 }
 
 // Loads a pass's kernel onto the current device and lets it use all of its shared memory.
-template <class SourceOfTiles, class Mode, class Pass>
+template <class Mode, class Pass>
 cudaError_t load_pass(const Card& card) {
-  return cudaFuncSetAttribute(conv_kernel<SourceOfTiles, Mode, Pass>,
-                              cudaFuncAttributeMaxDynamicSharedMemorySize, card.shared_bytes);
+  return cudaFuncSetAttribute(conv_kernel<Mode, Pass>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              card.shared_bytes);
 }
 
 }  // namespace FUSEDCONV_TARGET

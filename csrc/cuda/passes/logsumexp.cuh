@@ -17,12 +17,10 @@ class LogSumExpPass : public PassBase {
 
   __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
 
-  template <int kColumns>
   __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
     if (Chain::kNeedsStatistics) channels_.load_norms(p_, tile, rows);
   }
 
-  template <int kColumns>
   __device__ void finish(const Tile& tile, const ThreadRows&, float (&d)[kColumns / 2],
                          const Scaling& scaling) {
     unscale(d, scaling);
@@ -39,12 +37,12 @@ class LogSumExpPass : public PassBase {
       }
     }
     sync();
-    reduce<kColumns, kPitch>(tile);
+    reduce<kPitch>(tile);
   }
 
  private:
   // A thread has a column, whose sum it keeps from one block of rows to the next.
-  template <int kColumns, int kPitch>
+  template <int kPitch>
   __device__ void reduce(const Tile& tile) {
     const ConvTiling& t = p_.tiling;
     const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
@@ -69,7 +67,7 @@ class LogSumExpPass : public PassBase {
     const int64_t* stride = p_.output.stride;
     const int64_t at = tile.sample * stride[0] + (tile.row + row) * stride[2] + (tile.col + col) * stride[3];
     const Pack<float, 1> y{Chain::Final::value(x, x, Channel<float>{})};
-    OutputMemory<typename Mode::In>(p_.output).store(at, y);
+    OutputMemory<NarrowOutput<Mode>>(p_.output).store(at, y);
   }
 
   ThreadChannels<kReadChannel<typename Chain::Pre, typename Chain::Post>> channels_;

@@ -13,6 +13,10 @@ inline namespace FUSEDCONV_TARGET {
 template <class... Stages>
 constexpr bool kReadChannel = (Stages::kReadsChannel || ...);
 
+// What the output holds, of a kernel for some mode, where that is not float32.
+template <class Mode>
+using NarrowOutput = std::conditional_t<Mode::kParts == 2, float, typename Mode::Element>;
+
 // The parameters of a thread's two channels; kReads: whether any stage reads them.
 template <bool kReads>
 struct ThreadChannels {
@@ -66,7 +70,6 @@ class PassBase {
   // Called before the first tile with these rows.
   __device__ void set_rows(const ThreadRows&) {}
   // Called for each tile, before its products.
-  template <int kColumns>
   __device__ void prepare(const Tile&, const ThreadRows&) {}
   // Until nobody reads the staging memory any more.
   __device__ void before_staging() {
@@ -174,7 +177,6 @@ class RowMoments {
 };
 
 // Writes the moments of a tile of the conv's output, or of what was made of it.
-template <int kColumns>
 __device__ void write_moments(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                               float (&d)[kColumns / 2], const Scaling& scaling) {
   const ConvTiling& t = p.tiling;
@@ -201,11 +203,10 @@ class MomentsPass : public PassBase {
   __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
   __device__ void before_staging() {}  // it stages nothing; sums of chunks are each thread's own
 
-  template <int kColumns>
   __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
                          Scaling scaling) {
     apply<Pre>(d, channels_, scaling);
-    write_moments<kColumns>(p_, tile, rows, d, scaling);
+    write_moments(p_, tile, rows, d, scaling);
   }
 
  private:

@@ -24,16 +24,15 @@ class PoolPass : public PassBase {
     channels_.load(p_, rows);
   }
 
-  template <int kColumns>
   __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
                          Scaling scaling) {
     apply<typename Chain::Pre>(d, channels_, scaling);
     // Even windows take pairs, which a thread has itself.
     const bool pairs = !kKeepsPlaces && p_.tiling.by_pool[1].value % 2 == 0;
-    pairs ? stage<kColumns, 2>(rows, d, scaling) : stage<kColumns, 1>(rows, d, scaling);
-    if constexpr (!kKeepsPlaces) write_moments<kColumns>(p_, tile, rows, d, scaling);
+    pairs ? stage<2>(rows, d, scaling) : stage<1>(rows, d, scaling);
+    if constexpr (!kKeepsPlaces) write_moments(p_, tile, rows, d, scaling);
     sync();
-    pairs ? pool<kColumns, 2>(tile) : pool<kColumns, 1>(tile);
+    pairs ? pool<2>(tile) : pool<1>(tile);
   }
 
  private:
@@ -51,18 +50,18 @@ class PoolPass : public PassBase {
   }
 
   // Values of a row of the staging memory: kUnit columns are one.
-  template <int kColumns, int kUnit>
+  template <int kUnit>
   static constexpr int kPitch = (2 * kColumns + cuda::kStagingPadding) / kUnit;
 
   // Puts a thread's values into staging memory, where the larger one wins in each channel: times sign_. For
   // places, as they are.
-  template <int kColumns, int kUnit>
+  template <int kUnit>
   __device__ void stage(const ThreadRows& rows, const float (&d)[kColumns / 2],
                         const Scaling& scaling) const {
     const int column = half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      float* to = staging() + staging_row(k) * kPitch<kColumns, kUnit> + column / kUnit;
+      float* to = staging() + staging_row(k) * kPitch<kUnit> + column / kUnit;
       const float factor = kKeepsPlaces ? scaling.factor[k] : scaling.factor[k] * sign_[k];
       const float bias = kKeepsPlaces ? scaling.bias[k] : scaling.bias[k] * sign_[k];
 #pragma unroll
@@ -83,10 +82,10 @@ class PoolPass : public PassBase {
 
   // The windows of a sub-tile; those that reach into further ones are carried on. A thread takes a window of
   // all its warp's channels.
-  template <int kColumns, int kUnit>
+  template <int kUnit>
   __device__ void pool(const Tile& tile) {
     const ConvTiling& t = p_.tiling;
-    constexpr int kRowPitch = kPitch<kColumns, kUnit>;
+    constexpr int kRowPitch = kPitch<kUnit>;
     const int window_rows = t.by_pool[0].value;
     const int width = t.by_pool[1].value / kUnit;
     const int pooled_rows = int(p_.output.size[2]);

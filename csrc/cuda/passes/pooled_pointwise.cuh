@@ -43,25 +43,23 @@ template <class Chain>
 __global__ void __launch_bounds__(kPointwiseThreads)
     pooled_pointwise(const __grid_constant__ ConvProblem p, int blocks_per_plane) {
   static_assert(!Chain::Post::kReadsConv, "the conv's output is not here");
-  if constexpr (kConvCompiles) {
-    wait_for_earlier_kernels();
-    const Tensor& output = p.output;
-    const int c = blockIdx.y;
-    const int64_t sample = blockIdx.x / blocks_per_plane;
-    const int block = blockIdx.x - int(sample) * blocks_per_plane;
-    const int first = block * kPointwiseThreads * kPointwiseValues + threadIdx.x;
-    const int64_t plane = sample * output.size[1] + c;
-    Channel<float> channel = make_channel<float>(p.arguments, c);
-    set_norm(channel, p.norms[plane]);
-    const float* from = p.pooled + plane * output.size[2] * output.size[3];
-    switch (output.dtype) {
-      case DType::kBFloat16:
-        return apply_norm<Chain, __nv_bfloat16>(from, output, sample, c, first, channel);
-      case DType::kFloat16:
-        return apply_norm<Chain, __half>(from, output, sample, c, first, channel);
-      default:
-        return apply_norm<Chain, float>(from, output, sample, c, first, channel);
-    }
+  wait_for_earlier_kernels();
+  const Tensor& output = p.output;
+  const int c = blockIdx.y;
+  const int64_t sample = blockIdx.x / blocks_per_plane;
+  const int block = blockIdx.x - int(sample) * blocks_per_plane;
+  const int first = block * kPointwiseThreads * kPointwiseValues + threadIdx.x;
+  const int64_t plane = sample * output.size[1] + c;
+  Channel<float> channel = make_channel<float>(p.arguments, c);
+  set_norm(channel, p.norms[plane]);
+  const float* from = p.pooled + plane * output.size[2] * output.size[3];
+  switch (output.dtype) {
+    case DType::kBFloat16:
+      return apply_norm<Chain, __nv_bfloat16>(from, output, sample, c, first, channel);
+    case DType::kFloat16:
+      return apply_norm<Chain, __half>(from, output, sample, c, first, channel);
+    default:
+      return apply_norm<Chain, float>(from, output, sample, c, first, channel);
   }
 }
 

@@ -41,7 +41,6 @@ class ResidentPass : public PassBase {
   __device__ void end() { before_staging(); }
 
   // Keeps a tile and its moments.
-  template <int kColumns>
   __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
                          Scaling scaling) {
     kept_tile_ = &tile;
@@ -49,13 +48,13 @@ class ResidentPass : public PassBase {
     unscale(d, scaling);
     using Rest = typename Chain::Left::Pre;
     constexpr bool kKeepsFirst = Chain::kKeepsConv && !std::is_same_v<Rest, Sequence<>>;
-    if constexpr (kKeepsFirst) keep<kColumns>(tile, rows, d);
+    if constexpr (kKeepsFirst) keep(tile, rows, d);
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) d[i] = Rest::value(d[i], d[i], channels_.channel[i / 2 % 2]);
     measure(rows, d);
     sync();
     SampleStatistics(p_, kept(), tile.sample).write(tile);  // as early as may be: others wait for it
-    if constexpr (!kKeepsFirst) keep<kColumns>(tile, rows, d);
+    if constexpr (!kKeepsFirst) keep(tile, rows, d);
   }
 
  private:
@@ -65,9 +64,8 @@ class ResidentPass : public PassBase {
 
   __device__ KeptTile& kept() const { return *reinterpret_cast<KeptTile*>(carry_); }
 
-  template <int kColumns>
   __device__ void keep(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2]) {
-    scatter<kColumns>(p_.tiling, tile, rows, d, staging(), run_pitch<float>(p_.tiling), tile.cols, 1);
+    scatter(p_.tiling, tile, rows, d, staging(), run_pitch<float>(p_.tiling), tile.cols, 1);
   }
 
   template <int kCount>
@@ -104,7 +102,7 @@ class ResidentPass : public PassBase {
 
   __device__ void store(const Tile& tile) {
     const Tensor& output = p_.output;
-    const int64_t size = output.dtype == DType::kFloat32 ? sizeof(float) : sizeof(typename Mode::In);
+    const int64_t size = output.dtype == DType::kFloat32 ? sizeof(float) : sizeof(NarrowOutput<Mode>);
     const int64_t address = reinterpret_cast<intptr_t>(output.data) / size;
     for_each_run(p_, tile, [&](int first, int64_t offset, int length) {
       const int64_t steps = first | (address + offset) | output.stride[1] | length;
@@ -146,14 +144,14 @@ class ResidentPass : public PassBase {
       const float y = Chain::pointwise(x, channel);
       x = Chain::Final::value(y, y, channel);
     }
-    OutputMemory<typename Mode::In>(p_.output).store(offset + c * p_.output.stride[1], values);
+    OutputMemory<NarrowOutput<Mode>>(p_.output).store(offset + c * p_.output.stride[1], values);
   }
 
   // For channels that follow each other in memory: lanes have 8 channels of 4 pixels. They meet in banks
   // twice, and in float32 write whole sectors.
   __device__ void store_pixels(const Tile& tile) {
     constexpr int kPixels = 4;
-    const OutputMemory<typename Mode::In> memory(p_.output);
+    const OutputMemory<NarrowOutput<Mode>> memory(p_.output);
     const int pitch = run_pitch<float>(p_.tiling);
     const int first = warp() * kPixels + lane_of_thread() % kPixels;
 #pragma unroll 1
@@ -181,7 +179,7 @@ class ResidentPass : public PassBase {
     const int channels = p_.tiling.out_channels;
     const int pixels = tile.rows * tile.cols;
     const int share = lane_of_thread() % 2;
-    const OutputMemory<typename Mode::In> memory(p_.output);
+    const OutputMemory<NarrowOutput<Mode>> memory(p_.output);
 #pragma unroll 1
     for (int first = warp() * kWarpThreads; first < pixels; first += kGroupThreads) {
       const int pixel = first + lane_of_thread() / 2 * 2;

@@ -29,7 +29,7 @@ __device__ inline void write_pair(__nv_bfloat16* to, float x, float y) {
 }
 
 // Each thread's values to where they belong. to: the first channel's first pixel of the tile.
-template <int kColumns, class Out>
+template <class Out>
 __device__ void scatter(const ConvTiling& t, const Tile& tile, const ThreadRows& rows,
                         const float (&d)[kColumns / 2], Out* to, int channel_stride, int row_stride,
                         int col_stride) {
@@ -54,7 +54,7 @@ __device__ void scatter(const ConvTiling& t, const Tile& tile, const ThreadRows&
     }
     return;
   }
-  for_each_block<kColumns>(t, [&](int j, int row, int col) {
+  for_each_block(t, [&](int j, int row, int col) {
     const int place = row * t.stack * row_stride + col * col_stride;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {

@@ -19,12 +19,10 @@ class StorePass : public PassBase {
 
   __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
 
-  template <int kColumns>
   __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
     if (Chain::kNeedsStatistics) channels_.load_norms(p_, tile, rows);
   }
 
-  template <int kColumns>
   __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
                          Scaling scaling) {
     compose<typename Chain::Start>(scaling, channels_);
@@ -35,11 +33,10 @@ class StorePass : public PassBase {
       const float y = Chain::Left::value(d[i], channel);
       d[i] = Chain::Final::value(y, y, channel);
     }
-    using In = typename Mode::In;
-    if (std::is_same_v<In, float> || p_.output.dtype == DType::kFloat32) {
-      store<kColumns, float>(tile, rows, d);
-    } else {
-      store<kColumns, In>(tile, rows, d);
+    if (p_.output.dtype == DType::kFloat32) {
+      store<float>(tile, rows, d);
+    } else if constexpr (Mode::kParts == 1) {
+      store<typename Mode::Element>(tile, rows, d);
     }
   }
 
@@ -48,19 +45,19 @@ class StorePass : public PassBase {
  private:
   // Where the rows of a channel follow each other in the output, a tile's are one run of each channel: it is
   // put together in shared memory and written as whole lines. Else each thread writes what it has.
-  template <int kColumns, class Out>
+  template <class Out>
   __device__ void store(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2]) {
     const Tensor& output = p_.output;
     Out* const to = static_cast<Out*>(output.data);
     if (!has_runs(output)) {
       // Within a sample offsets fit in ints.
-      return scatter<kColumns>(p_.tiling, tile, rows, d, to + offset_in_output(p_, tile, 0),
-                               int(output.stride[1]), int(output.stride[2]), int(output.stride[3]));
+      return scatter(p_.tiling, tile, rows, d, to + offset_in_output(p_, tile, 0), int(output.stride[1]),
+                     int(output.stride[2]), int(output.stride[3]));
     }
     const ConvTiling& t = p_.tiling;
     Out* const staged = reinterpret_cast<Out*>(staging_);
     const int pitch = run_pitch<Out>(t);
-    scatter<kColumns>(t, tile, rows, d, staged, pitch, tile.cols, 1);
+    scatter(t, tile, rows, d, staged, pitch, tile.cols, 1);
     fence_async_proxy();
     sync();
     const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
