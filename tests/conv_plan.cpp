@@ -18,11 +18,11 @@ using namespace fusedconv::cuda;
 
 namespace {
 
-constexpr Card kCards[] = {{75, 40, 65536, false},
-                           {80, 108, 166912, false},
-                           {86, 84, 101376, false},
-                           {90, 132, 232448, true},
-                           {120, 84, 101376, true}};
+constexpr Card kCards[] = {{75, 40, 65536, false, ConvSource::kNone},
+                           {80, 108, 166912, false, ConvSource::kSm80},
+                           {86, 84, 101376, false, ConvSource::kSm80},
+                           {90, 132, 232448, true, ConvSource::kSm90a},
+                           {120, 84, 101376, true, ConvSource::kSm80}};
 constexpr const char* kSources[] = {"", "best", "SM_90a", "sm_80", "none"};
 constexpr int64_t kMost = 2147483647;  // of a stride, a padding or a dilation, as chains.py has it
 

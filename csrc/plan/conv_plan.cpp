@@ -24,14 +24,6 @@ constexpr int64_t kMostSide = int64_t(1) << 28;   // of the padded input: so hav
 // Offsets within a sample's output have 32 bits, and rows and columns of the padded input.
 constexpr int64_t kMostSampleElements = int64_t(1) << 30;
 
-ConvSource source_for(const Card& card, const std::string& name) {
-  if (name == "none" || card.capability < 80) return ConvSource::kNone;
-#ifdef FUSEDCONV_HAS_SM90A
-  if (card.capability == 90 && name != "sm_80") return ConvSource::kSm90a;
-#endif
-  return ConvSource::kSm80;
-}
-
 // Elements between the first and the last of a sample, with the padding before it. In double, for a size of 1
 // may have any stride.
 double sample_span(const Tensor& tensor, const int64_t (&padding)[2]) {
@@ -150,7 +142,7 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
   if (!reason.empty()) return two_steps(reason);
   const std::string asked = asked_source();
   if (asked.empty() && is_slower(problem, chain)) return two_steps("many channels or products for a value");
-  ConvPlan plan{source_for(card, asked), "", {}, parts_of(problem)};
+  ConvPlan plan{asked == "none" ? ConvSource::kNone : card.source, "", {}, parts_of(problem)};
   if (plan.source == ConvSource::kNone) return two_steps("no kernels of a conv for this card");
   const int columns = plan.source == ConvSource::kSm90a ? 256 : 128;  // as the kernels' products have
   const ConvCutter cutter(problem, columns, plan.parts, chain, card);

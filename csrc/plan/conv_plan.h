@@ -12,8 +12,6 @@
 namespace fusedconv {
 namespace cuda {
 
-enum class ConvSource { kNone, kSm80, kSm90a };
-
 struct ConvPlan {
   ConvSource source;   // kNone: two steps
   std::string reason;  // for the log

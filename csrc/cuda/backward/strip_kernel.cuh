@@ -55,18 +55,16 @@ __device__ void run_sum_warps(const StripWork& work, StripShared<kOutTiles>& sha
 template <class Chain, int kOutTiles>
 __global__ void __launch_bounds__(kStripThreads, 1)
     strip_kernel(const __grid_constant__ StripProblem<Chain> problem) {
-  if constexpr (kConvCompiles) {
-    extern __shared__ __align__(128) uint8_t strip_memory[];
-    auto& shared = *reinterpret_cast<StripShared<kOutTiles>*>(strip_memory);
-    let_next_kernel_start();
-    wait_for_earlier_kernels();
-    StripWeights<kOutTiles>(problem.strip, shared).load();
-    __syncthreads();
-    if (threadIdx.x < kTileThreads) {
-      run_tile_warps<Chain>(problem, shared);
-    } else {
-      run_sum_warps(problem.strip, shared);
-    }
+  extern __shared__ __align__(128) uint8_t strip_memory[];
+  auto& shared = *reinterpret_cast<StripShared<kOutTiles>*>(strip_memory);
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
+  StripWeights<kOutTiles>(problem.strip, shared).load();
+  __syncthreads();
+  if (threadIdx.x < kTileThreads) {
+    run_tile_warps<Chain>(problem, shared);
+  } else {
+    run_sum_warps(problem.strip, shared);
   }
 }
 

@@ -4,7 +4,7 @@
 // next.
 #pragma once
 
-#ifdef FUSEDCONV_WGMMA
+#ifdef FUSEDCONV_SM90A
 #include "wgmma_products.cuh"
 #else
 #include "mma_sync_products.cuh"
@@ -13,7 +13,7 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-#ifdef FUSEDCONV_WGMMA
+#ifdef FUSEDCONV_SM90A
 using Products = WgmmaProducts;
 #else
 using Products = MmaSyncProducts;

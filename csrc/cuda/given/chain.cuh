@@ -56,11 +56,11 @@ class GivenRun {
 
   cudaError_t launch(cudaStream_t stream) const {
     if (input_.data != problem_.input.data) {
-      if (const cudaError_t status = cuda::launch_copy(problem_.input, input_, stream)) return status;
+      if (const cudaError_t status = launch_copy(problem_.input, input_, stream)) return status;
     }
     if (const cudaError_t status = launch_chain(stream)) return status;
     if (output_.data == problem_.output.data) return cudaSuccess;
-    return cuda::launch_copy(output_, problem_.output, stream);
+    return launch_copy(output_, problem_.output, stream);
   }
 
   static cudaError_t load() {
@@ -172,7 +172,7 @@ struct GivenChain {
 
   // Loads every kernel onto the current device and lets it use all of its shared memory.
   static cudaError_t load() {
-    if (const cudaError_t status = cuda::load_copy()) return status;
+    if (const cudaError_t status = load_copy()) return status;
     if (const cudaError_t status = GivenRun<Chain, float>::load()) return status;
     if (const cudaError_t status = GivenRun<Chain, double>::load()) return status;
     if (const cudaError_t status = GivenRun<Chain, __nv_bfloat16>::load()) return status;

@@ -5,7 +5,7 @@
 #include "cuda/device/launch.cuh"
 
 namespace fusedconv {
-namespace cuda {
+inline namespace FUSEDCONV_TARGET {
 namespace {
 
 constexpr int kThreads = 256;
@@ -60,5 +60,5 @@ cudaError_t load_copy() {
   return load_kernel(copy_strided<uint16_t>);
 }
 
-}  // namespace cuda
+}  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

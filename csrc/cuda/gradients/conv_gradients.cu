@@ -152,8 +152,8 @@ cudaError_t allow_shared_memory(Kernel* kernel, const Card& card) {
 
 template <class Mode>
 cudaError_t load_mode(const Card& card) {
-  const Card rest{card.capability, card.multiprocessors, card.shared_bytes - kStaticBytes,
-                  card.overlaps_kernels};
+  Card rest = card;
+  rest.shared_bytes -= kStaticBytes;
   if (const cudaError_t status = allow_shared_memory(pack_rows<Mode>, rest)) return status;
   if (const cudaError_t status = allow_shared_memory(conv_weight_gradient<Mode>, rest)) return status;
   return allow_shared_memory(conv_input_gradient<Mode>, rest);
@@ -207,7 +207,7 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
   const ConvBackward& backward = *problem.conv;
   const Conv& conv = backward.conv;
   if (backward.input.dtype == DType::kFloat64) return "float64";
-  if (card.capability < 80) return "no kernels of a conv for this card";
+  if (card.source == cuda::ConvSource::kNone) return "no kernels of a conv for this card";
   for (int d = 0; d < 2; ++d) {
     if (conv.stride[d] != 1) return "stride";
     if (conv.dilation[d] != 1) return "dilation";

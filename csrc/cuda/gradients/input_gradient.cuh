@@ -313,10 +313,8 @@ class InputGradientBlock {
 template <class Mode>
 __global__ void __launch_bounds__(kInputThreads, 4)
     conv_input_gradient(const __grid_constant__ InputGradientWork work) {
-  if constexpr (kConvCompiles) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    InputGradientBlock<Mode>(work, shared).run();
-  }
+  extern __shared__ __align__(128) uint8_t shared[];
+  InputGradientBlock<Mode>(work, shared).run();
 }
 
 }  // namespace FUSEDCONV_TARGET

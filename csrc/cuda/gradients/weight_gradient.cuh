@@ -230,10 +230,8 @@ class WeightGradientBlock {
 template <class Mode>
 __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
     conv_weight_gradient(const __grid_constant__ WeightGradientWork work) {
-  if constexpr (kConvCompiles) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    WeightGradientBlock<Mode>(work, *reinterpret_cast<WeightShared<Mode>*>(shared)).run();
-  }
+  extern __shared__ __align__(128) uint8_t shared[];
+  WeightGradientBlock<Mode>(work, *reinterpret_cast<WeightShared<Mode>*>(shared)).run();
 }
 
 }  // namespace FUSEDCONV_TARGET

@@ -5,21 +5,13 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "architecture.h"
 #include "context_guard.h"
+#include "core/chain_list.h"
 #include "error.h"
-#include "kernels.h"
+#include "images.h"
 
 namespace fusedconv {
 namespace {
-
-const cuda::Kernel& find_kernel(const std::string& chain) {
-#define FUSEDCONV_MATCH(name) \
-  if (chain == #name) return cuda::name;
-  FUSEDCONV_FOR_EACH_CHAIN(FUSEDCONV_MATCH)
-#undef FUSEDCONV_MATCH
-  throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "'");
-}
 
 int attribute_of(int device, cudaDeviceAttr attribute) {
   int value = 0;
@@ -39,14 +31,6 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// For which architecture the code was compiled that the current device runs: it may be an older one's.
-int architecture_of_code() {
-  const RelaxedCapture relaxed;
-  int architecture = 0;
-  check_cuda(cuda::find_architecture(architecture), "cudaFuncGetAttributes");
-  return architecture;
-}
-
 // Whether kernels may overlap: they must have been compiled to wait for one another, and a captured graph
 // must know of it, which it does since CUDA 12.3.
 bool overlaps_kernels(int architecture) {
@@ -57,27 +41,57 @@ bool overlaps_kernels(int architecture) {
   return architecture >= kFirstArchitecture && driver >= kFirstDriver;
 }
 
-// Of the current device; looked up once for each.
-cuda::Card card_of(int device) {
-  static std::mutex mutex;
-  static std::map<int, cuda::Card> cards;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = cards.find(device);
-  if (found != cards.end()) return found->second;
-  const int architecture = architecture_of_code();
-  const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
-                         attribute_of(device, cudaDevAttrComputeCapabilityMinor);
-  const cuda::Card card{
-      std::min(capability, architecture), attribute_of(device, cudaDevAttrMultiProcessorCount),
-      attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin), overlaps_kernels(architecture)};
-  cards.emplace(device, card);
-  return card;
+// What runs on a device.
+struct Device {
+  const cuda::Image* image;
+  cuda::Card card;
+};
+
+cuda::Card card_of(int device, const cuda::Image& image, int capability, int architecture) {
+  return {std::min(capability, architecture), attribute_of(device, cudaDevAttrMultiProcessorCount),
+          attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin), overlaps_kernels(architecture),
+          image.source};
 }
 
-cudaError_t load_all_kernels(const cuda::Card& card) {
+// The best image that the current device runs, of those up to the one that was asked for.
+Device find_device(int device, const std::string& asked) {
+  const RelaxedCapture relaxed;
+  const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
+                         attribute_of(device, cudaDevAttrComputeCapabilityMinor);
+  cudaError_t status = cudaErrorNoKernelImageForDevice;
+  for (const cuda::Image* image : cuda::kImages) {
+    const bool is_better = asked == "sm_80" && image->source == cuda::ConvSource::kSm90a;
+    if (is_better || capability < image->first_capability || capability > image->last_capability) continue;
+    int architecture = 0;
+    status = image->find_architecture(architecture);
+    if (status == cudaSuccess) return {image, card_of(device, *image, capability, architecture)};
+    cudaGetLastError();  // the next one may run
+  }
+  check_cuda(status, "cudaFuncGetAttributes");
+  return {};
+}
+
+// The same, looked up once for each device.
+const Device& device_of(int device) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, std::string>, Device> devices;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::pair<int, std::string> key(device, cuda::asked_source());
+  const auto found = devices.find(key);
+  if (found != devices.end()) return found->second;
+  return devices.emplace(key, find_device(device, key.second)).first->second;
+}
+
+const cuda::Kernel& find_kernel(const cuda::Image& image, const std::string& chain) {
+  const cuda::Kernel* const kernel = image.find_kernel(chain);
+  if (kernel == nullptr) throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "'");
+  return *kernel;
+}
+
+cudaError_t load_all_kernels(const Device& device) {
   const RelaxedCapture relaxed;
   for (const std::string& chain : cuda_chains()) {
-    const cudaError_t status = find_kernel(chain).load(card);
+    const cudaError_t status = find_kernel(*device.image, chain).load(device.card);
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
@@ -107,7 +121,7 @@ std::string reason_against(int device) {
   }
   try {
     const ContextGuard guard(device);
-    const cudaError_t status = load_all_kernels(card_of(device));
+    const cudaError_t status = load_all_kernels(device_of(device));
     if (status == cudaSuccess) return "";
     return describe(device) + ", fusedconv was built for " + cuda_architectures() + " (" +
            cudaGetErrorString(status) + ")";
@@ -118,7 +132,7 @@ std::string reason_against(int device) {
 
 // What goes wrong in a call says in which operator.
 template <class Call>
-auto naming(const std::string& name, const Call& call) {
+decltype(auto) naming(const std::string& name, const Call& call) {
   try {
     return call();
   } catch (const std::runtime_error& error) {
@@ -136,10 +150,10 @@ auto unless_too_large(const Prepare& prepare) -> decltype(prepare()) {
   }
 }
 
-cuda::Card card_for(const std::string& name, int device) {
-  return naming(name, [&] {
+const Device& device_for(const std::string& name, int device) {
+  return naming(name, [&]() -> const Device& {
     const ContextGuard guard(device);
-    return card_of(device);
+    return device_of(device);
   });
 }
 
@@ -163,18 +177,19 @@ std::string cuda_status(int device) {
 }
 
 CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device) {
-  const cuda::Kernel& kernel = find_kernel(chain);
   const bool has_conv = problem.conv != nullptr;
   const std::string name = (has_conv ? "conv2d_" : "") + chain;
-  const cuda::Card card = card_for(name, device);
+  const Device& on = device_for(name, device);
+  const cuda::Kernel& kernel = find_kernel(*on.image, chain);
+  const cuda::Card& card = on.card;  // of static storage
   const auto prepare = [&]() -> CudaLaunch {
     cuda::ConvPlan plan{};
     if (has_conv) {
       plan = kernel.plan(problem, card);
       if (plan.source == cuda::ConvSource::kNone) return {false, plan.reason, 0, {}};
     }
-    const auto run = [name, &kernel, card, plan, device](const Problem& pointers, void* workspace,
-                                                         void* stream) {
+    const auto run = [name, &kernel, &card, plan, device](const Problem& pointers, void* workspace,
+                                                          void* stream) {
       naming(name, [&] {
         const ContextGuard guard(device);
         check_cuda(kernel.launch(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)),
@@ -187,16 +202,17 @@ CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int
 }
 
 CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardProblem& problem, int device) {
-  const cuda::Kernel& kernel = find_kernel(chain);
   const std::string name = (problem.conv != nullptr ? "conv2d_" : "") + chain + " backward";
-  const cuda::Card card = card_for(name, device);
+  const Device& on = device_for(name, device);
+  const cuda::Kernel& kernel = find_kernel(*on.image, chain);
+  const cuda::Card& card = on.card;  // of static storage
   if (kernel.plan_backward == nullptr)
     throw std::invalid_argument("fusedconv: chain '" + chain + "' has no backward on CUDA");
   return unless_too_large([&]() -> CudaBackward {
     const cuda::BackwardPlan plan = kernel.plan_backward(problem, card);
     if (!plan.runs) return {false, plan.reason, 0, {}};
-    const auto run = [name, &kernel, card, plan, device](const BackwardProblem& pointers, void* workspace,
-                                                         void* stream) {
+    const auto run = [name, &kernel, &card, plan, device](const BackwardProblem& pointers, void* workspace,
+                                                          void* stream) {
       naming(name, [&] {
         const ContextGuard guard(device);
         check_cuda(kernel.launch_backward(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)),

@@ -1,9 +1,8 @@
-// The chains' CUDA kernels. Each chain has a file <name>.cu.
+// The kernels of the chains.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "core/chain_list.h"
 #include "core/problem.h"
 #include "plan/backward_plan.h"
 #include "plan/card.h"
@@ -27,10 +26,6 @@ struct Kernel {
   // Loads the chain's code onto the current device, which a stream capture would not allow.
   cudaError_t (*load)(const Card& card);
 };
-
-#define FUSEDCONV_DECLARE(name) extern const Kernel name;
-FUSEDCONV_FOR_EACH_CHAIN(FUSEDCONV_DECLARE)
-#undef FUSEDCONV_DECLARE
 
 }  // namespace cuda
 }  // namespace fusedconv

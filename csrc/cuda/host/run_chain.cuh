@@ -1,23 +1,31 @@
 // What a chain's file has to say: one line that names it and its composition.
 #pragma once
 
+#include "chain_kernels.h"
 #include "cuda/backward/chain_backward.cuh"
 #include "cuda/given/chain.cuh"
 #include "cuda/passes/conv_chain.cuh"
-#include "kernels.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// A chain with its conv, if it has one, or on a given tensor.
-template <class Chain, bool kHasConv>
+#ifdef FUSEDCONV_GIVEN_ONLY
+constexpr bool kImageHasConvs = false;
+#else
+constexpr bool kImageHasConvs = true;
+#endif
+
+// A chain with its conv, if it and the image have one, or on a given tensor.
+template <class Chain, bool kFollowsConv>
 struct RunChain {
-  static cuda::ConvPlan plan(const Problem& problem, const Card& card) {
-    if constexpr (kHasConv) return ConvChain<Chain>::plan(problem, card);
-    return {ConvSource::kNone, "", {}, 0};
+  static constexpr bool kHasConv = kFollowsConv && kImageHasConvs;
+  using Backward = ChainBackward<Chain, kHasConv>;
+
+  static cuda::ConvPlan plan(const Problem& problem, const cuda::Card& card) {
+    return cuda::plan_conv(problem, chain_shape<Chain>(), card);
   }
 
-  static size_t workspace(const Problem& problem, const cuda::ConvPlan& plan, const Card& card) {
+  static size_t workspace(const Problem& problem, const cuda::ConvPlan& plan, const cuda::Card& card) {
     if constexpr (kHasConv) {
       if (problem.conv != nullptr) return ConvChain<Chain>::workspace(problem, plan, card);
     }
@@ -25,16 +33,16 @@ struct RunChain {
   }
 
   static cudaError_t launch(const Problem& problem, const cuda::ConvPlan& plan, void* workspace,
-                            const Card& card, cudaStream_t stream) {
+                            const cuda::Card& card, cudaStream_t stream) {
     if constexpr (kHasConv) {
       if (problem.conv != nullptr) return ConvChain<Chain>::launch(problem, plan, workspace, card, stream);
     }
     return GivenChain<Chain>::launch(problem, workspace, card, stream);
   }
 
-  static cudaError_t load(const Card& card) {
+  static cudaError_t load(const cuda::Card& card) {
     if (const cudaError_t status = GivenChain<Chain>::load()) return status;
-    if (const cudaError_t status = ChainBackward<Chain, kHasConv>::load(card)) return status;
+    if (const cudaError_t status = Backward::load(card)) return status;
     if constexpr (kHasConv) return ConvChain<Chain>::load(card);
     return cudaSuccess;
   }
@@ -43,15 +51,15 @@ struct RunChain {
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv
 
-#define FUSEDCONV_CUDA_KERNEL(name, ...)                                                  \
-  namespace fusedconv {                                                                   \
-  namespace cuda {                                                                        \
-  const Kernel name{RunChain<__VA_ARGS__>::plan,        RunChain<__VA_ARGS__>::workspace, \
-                    RunChain<__VA_ARGS__>::launch,      ChainBackward<__VA_ARGS__>::plan, \
-                    ChainBackward<__VA_ARGS__>::launch, RunChain<__VA_ARGS__>::load};     \
-  }                                                                                       \
+#define FUSEDCONV_CUDA_KERNEL(name, ...)                                                          \
+  namespace fusedconv {                                                                           \
+  inline namespace FUSEDCONV_TARGET {                                                             \
+  using Run = RunChain<__VA_ARGS__>;                                                              \
+  const cuda::Kernel chain_kernels::name{Run::plan,           Run::workspace,        Run::launch, \
+                                         Run::Backward::plan, Run::Backward::launch, Run::load};  \
+  }                                                                                               \
   }
 
 #define FUSEDCONV_CUDA_CHAIN(name, Composition) FUSEDCONV_CUDA_KERNEL(name, Composition, true)
 // For a chain that never follows a conv of ours.
-#define FUSEDCONV_CUDA_TENSOR_CHAIN(name, Composition) FUSEDCONV_CUDA_KERNEL(name, Composition, false)
+#define FUSEDCONV_CUDA_GIVEN_CHAIN(name, Composition) FUSEDCONV_CUDA_KERNEL(name, Composition, false)

@@ -13,18 +13,23 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 template <class Chain>
+constexpr cuda::ChainShape chain_shape() {
+  return {Chain::Reduce::kPools, Chain::kNeedsStatistics && !Chain::Reduce::kPools};
+}
+
+template <class Chain>
 struct ConvChain {
   static constexpr bool kPools = Chain::Reduce::kPools;
   // It needs statistics of all the conv's output before any of it is finished.
-  static constexpr bool kWaitsForNorms = Chain::kNeedsStatistics && !kPools;
-#ifdef FUSEDCONV_WGMMA
+  static constexpr bool kWaitsForNorms = chain_shape<Chain>().waits_for_norms;
+#ifdef FUSEDCONV_SM90A
   static constexpr bool kMayReside = kWaitsForNorms;  // samples, in shared memory: see resident.cuh
 #else
   static constexpr bool kMayReside = false;
 #endif
 
   static ConvPlan plan(const Problem& problem, const Card& card) {
-    return cuda::plan_conv(problem, {kPools, kWaitsForNorms}, card);
+    return cuda::plan_conv(problem, chain_shape<Chain>(), card);
   }
 
   // As a Kernel has it: the plan knows the card.

@@ -1,3 +1,3 @@
 #include "cuda/host/run_chain.cuh"
 
-FUSEDCONV_CUDA_TENSOR_CHAIN(bias_scale_sigmoid, BiasScaleSigmoid)
+FUSEDCONV_CUDA_GIVEN_CHAIN(bias_scale_sigmoid, BiasScaleSigmoid)

@@ -1,12 +1,12 @@
 // No operator's: backward computes a conv's output again by it.
-#include "cuda/host/kernels.h"
+#include "cuda/host/chain_kernels.h"
 #include "cuda/passes/conv_output.cuh"
 
 namespace fusedconv {
-namespace cuda {
+inline namespace FUSEDCONV_TARGET {
 
-const Kernel identity{plan_conv_output, conv_output_workspace, launch_conv_output, nullptr,
-                      nullptr,          load_conv_output};
+const cuda::Kernel chain_kernels::identity{
+    plan_conv_output, conv_output_workspace, launch_conv_output, nullptr, nullptr, load_conv_output};
 
-}  // namespace cuda
+}  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv
