@@ -291,9 +291,9 @@ class Launcher:
         self.chain = chain.name
         self.has_conv = has_conv
         self.names = names
-        self.stores = not chain.reduces_channels and "pool_size" not in names
+        self.stores = chain.stores
         self.has_norm = chain.has_norm
-        self.treats_values_alike = not chain.arguments
+        self.treats_values_alike = chain.treats_values_alike
 
     def prepare_cpu(
         self, args: Sequence[Any], output: Tensor, source: ConvRun | None, precision: str | None

@@ -73,8 +73,8 @@ class Operator:
         self.conv_tensors = self.tensors[TENSORS] if has_conv else []
         self.own = OWN if has_conv else slice(1, None)
         self.checks = [(i, name, CHECKS[name]) for i, name in enumerate(names) if name in CHECKS]
-        self.promoting = [i for i, name in enumerate(names) if name in ("bias", "scale")]
-        self.pool = names.index("pool_size") if "pool_size" in names else None
+        self.promoting = [names.index(name) for name in chain.promoting]
+        self.pool = names.index("pool_size") if chain.pools else None
         self.pairs = [i for i, a in enumerate(arguments) if "List" in str(a.type)]
         self.launcher = Launcher(chain, names, has_conv)
         self.prepared: dict[tuple[Any, ...], Run] = {}

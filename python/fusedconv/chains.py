@@ -1,8 +1,7 @@
 """The chains: one record each, and what their arguments must be.
 
-A chain is what follows a Conv2d. Its record names its arguments and gives the plain-PyTorch reference;
-everything else (schemas, checks, shapes, gradients, autocast, vmap, launch) follows from the arguments'
-names.
+A chain is what follows a Conv2d. Its record names its arguments, says what else has to be known of it, and gives the
+plain-PyTorch reference; everything else (schemas, checks, shapes, gradients, autocast, vmap, launch) follows.
 
 References: PyTorch's documentation of ``relu``, ``hardswish``, ``sigmoid``, ``tanh``, ``group_norm``,
 ``max_pool2d``, ``clamp`` and ``logsumexp``; ids 57, 21, 85 and 92 of KernelBench, level 2.
@@ -11,7 +10,7 @@ References: PyTorch's documentation of ``relu``, ``hardswish``, ``sigmoid``, ``t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -38,12 +37,16 @@ class Chain:
     """
 
     name: str
-    arguments: (
-        str  # schema text of the chain's own arguments; their names decide how they are checked and passed on
-    )
+    # Schema text of the chain's own arguments; their names decide how they are checked and passed on.
+    arguments: str
     reference: Callable[..., Tensor]
-    reduces_channels: bool = False  # the output has one channel
+    _: KW_ONLY
     has_conv: bool = True  # there is an operator conv2d_<name> too
+    has_norm: bool = False  # over num_groups
+    pools: bool = False  # in windows of pool_size
+    reduces_channels: bool = False  # the output has one channel
+    treats_values_alike: bool = False  # wherever they stand
+    promoting: tuple[str, ...] = ()  # arguments whose dtype promotes the output's, as in PyTorch's arithmetic
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,8 +54,9 @@ class Chain:
         return tuple(a.split()[1].split("=")[0] for a in self.arguments.split(", ") if a)
 
     @property
-    def has_norm(self) -> bool:
-        return "num_groups" in self.names
+    def stores(self) -> bool:
+        """Whether the output has a value for each of v's."""
+        return not self.pools and not self.reduces_channels
 
 
 def _group_norm(
@@ -123,28 +127,42 @@ def _hardswish(v: Tensor) -> Tensor:
 _NORM = "SymInt num_groups, Tensor? norm_weight=None, Tensor? norm_bias=None, float eps=1e-5"
 
 CHAINS = (
-    Chain("relu_hardswish", "", _relu_hardswish),
-    Chain("bias_scale_sigmoid", "Tensor bias, Tensor scale", _bias_scale_sigmoid, has_conv=False),
+    Chain("relu_hardswish", "", _relu_hardswish, treats_values_alike=True),
     Chain(
-        "bias_scale_sigmoid_group_norm", f"Tensor bias, Tensor scale, {_NORM}", _bias_scale_sigmoid_group_norm
+        "bias_scale_sigmoid",
+        "Tensor bias, Tensor scale",
+        _bias_scale_sigmoid,
+        has_conv=False,
+        promoting=("bias", "scale"),
+    ),
+    Chain(
+        "bias_scale_sigmoid_group_norm",
+        f"Tensor bias, Tensor scale, {_NORM}",
+        _bias_scale_sigmoid_group_norm,
+        has_norm=True,
+        promoting=("bias", "scale"),
     ),
     Chain(
         "group_norm_scale_max_pool_clamp",
         "SymInt num_groups, Tensor? norm_weight, Tensor? norm_bias, float eps, Tensor scale, "
         "SymInt[2] pool_size, float? clamp_min=None, float? clamp_max=None",
         _group_norm_scale_max_pool_clamp,
+        has_norm=True,
+        pools=True,
+        promoting=("scale",),
     ),
-    Chain("group_norm_silu", _NORM, _group_norm_silu),
+    Chain("group_norm_silu", _NORM, _group_norm_silu, has_norm=True),
     Chain(
         "group_norm_tanh_hardswish_logsumexp",
         _NORM,
         _group_norm_tanh_hardswish_logsumexp,
+        has_norm=True,
         reduces_channels=True,
     ),
 )
 
 
-IDENTITY = Chain("identity", "", lambda v: v)
+IDENTITY = Chain("identity", "", lambda v: v, treats_values_alike=True)
 """A conv by itself. It gives no operator: backward computes v again by it."""
 
 
