@@ -43,7 +43,6 @@ inline PackShape pack_shape(const PackedRows& to, int64_t samples, int width, in
 struct PackWork {
   BackwardWork<float> work;
   PackedRows to;  // without units where nobody wants it: then only sums are left
-  DType dtype;    // of the packed units; float32's depend on the parts
   PackShape shape;
 };
 
@@ -444,19 +443,6 @@ __device__ float write_row_gradients(const PackWork& pack, const PackRow& row,
   return write(wide, std::integral_constant<int, 2>{});
 }
 
-__device__ inline void pack_row_as(DType dtype, const PackedRows& to, int64_t row, const float* values,
-                                   int pitch, unsigned largest) {
-  if (dtype == DType::kBFloat16) {
-    pack_row<BFloat16, kGradientThreads>(to, row, values, pitch, largest);
-  } else if (dtype == DType::kFloat16) {
-    pack_row<Float16, kGradientThreads>(to, row, values, pitch, largest);
-  } else if (to.parts == Float32Ieee::kParts) {
-    pack_row<Float32Ieee, kGradientThreads>(to, row, values, pitch, largest);
-  } else {
-    pack_row<Float32Tf32, kGradientThreads>(to, row, values, pitch, largest);
-  }
-}
-
 template <class Chain>
 __global__ void __launch_bounds__(kGradientThreads, kGradientBlocks)
     pack_gradient(const __grid_constant__ PackWork pack) {
@@ -476,7 +462,7 @@ __global__ void __launch_bounds__(kGradientThreads, kGradientBlocks)
   if (pack.to.units == nullptr) return;
   if (largest >= kInfinityBits)
     largest = largest_of_block(largest_finite(pack, memory.values), memory.largest + kGradientWarps);
-  pack_row_as(pack.dtype, pack.to, row.index, memory.values, pack.shape.pitch, largest);
+  pack_row<kGradientThreads>(pack.to, row.index, memory.values, pack.shape.pitch, largest);
 }
 
 }  // namespace FUSEDCONV_TARGET

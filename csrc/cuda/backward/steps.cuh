@@ -92,7 +92,7 @@ class BackwardRun {
   cudaError_t launch_packed_step(int64_t first_sample, int64_t samples, const void* v,
                                  const PackedRows& grad_v, cudaStream_t stream) const {
     if (!runs_) return cudaSuccess;
-    PackWork pack{work_of(first_sample, samples, v, nullptr), grad_v, problem_.conv->input.dtype, {}};
+    PackWork pack{work_of(first_sample, samples, v, nullptr), grad_v, {}};
     if (!problem_.wants_v) pack.to.units = nullptr;
     pack.shape = pack_shape(grad_v, samples, pack_width(pack.work), int(kPools ? pooled(1) : 0));
     bool overlaps = false;

@@ -12,7 +12,7 @@ inline namespace FUSEDCONV_TARGET {
 
 // That hold so many channels of the output: 2 or 4.
 inline int out_tiles_for(int channels) {
-  return channels > kMostOutTiles / 2 * kWarpChannels ? kMostOutTiles : kMostOutTiles / 2;
+  return channels > kMostOutTiles / 2 * kTileChannels ? kMostOutTiles : kMostOutTiles / 2;
 }
 
 inline size_t strip_shared_bytes(int out_tiles) {
@@ -23,7 +23,7 @@ inline size_t strip_shared_bytes(int out_tiles) {
 // Whether strips serve what reason_against_gradients() has nothing against.
 inline bool may_run_in_strips(const BackwardProblem& problem, const cuda::Card& card) {
   const ConvShape shape = conv_shape(problem);
-  if (shape.in_channels > kUnitChannels || shape.out_channels > kMostOutTiles * kWarpChannels) return false;
+  if (shape.in_channels > kUnitChannels || shape.out_channels > kMostOutTiles * kTileChannels) return false;
   if (shape.kernel[0] != kTaps || shape.kernel[1] != kTaps) return false;
   // Offsets within a sample, and units, are counted in 31 bits.
   const int64_t samples = problem.v.size[0];
@@ -65,8 +65,7 @@ class StripGradients {
     work.balance = balance_;
     work.grad_input = {conv_.grad_input.data, conv_.grad_input.dtype};
     work.slots = slots_;
-    const bool is_exact = conv_.input.dtype == DType::kFloat32 && !conv_.conv.tf32;
-    work.parts = is_exact ? kMostParts : 1;
+    work.parts = parts_of(conv_);
     work.units = int(samples_ * plan_.strips * plan_.segments);
     return work;
   }

@@ -65,7 +65,7 @@ class StripInput {
 #pragma unroll
       for (int c = 0; c < kUnitChannels; ++c) x[c] = __uint_as_float(word_[k][c]) * scale;
       PackedUnit parts[kMostParts];
-      pack_unit<Float32Ieee>(x, parts);
+      pack_unit<SplitHalves>(x, parts);
 #pragma unroll
       for (int p = 0; p < kMostParts; ++p)
         if (p < work_.parts) store_pack(reinterpret_cast<uint32_t*>(&shared_.input[place][p][col]), parts[p]);
@@ -167,7 +167,7 @@ class StripWeightGradient {
       const int exponent = shared_.grad_exponents[row % 2][tile];
 #pragma unroll
       for (int down = 0; down < kTaps; ++down) exponents[down] += exponent;
-      unscale_taps(exponents, d, sums_);
+      add_unscaled(exponents, d, sums_);
 #pragma unroll
       for (int down = 0; down < kTaps; ++down) exponents[down] -= exponent;
     }

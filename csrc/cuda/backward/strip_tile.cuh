@@ -234,7 +234,7 @@ class StripTile {
       }
     }
     exponent += scale_exponent(shared_.weight_largest);
-    unscale_taps({exponent, exponent, exponent}, d, input_);
+    add_unscaled({exponent, exponent, exponent}, d, input_);
   }
 
   struct Operand4 {

@@ -95,7 +95,7 @@ class StripWeights {
     float x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int c = tile * kWarpChannels + i / 2 * kUnitChannels + lane % 4 * 2 + i % 2;
+      const int c = tile * kTileChannels + i / 2 * kUnitChannels + lane % 4 * 2 + i % 2;
       x[i] = weight(c, lane / 4, tap / kTaps, tap % kTaps) / shared_.balance[c] * scale;
     }
     const SplitPair first = split_pair(x[0], x[1]);

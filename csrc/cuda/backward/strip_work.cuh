@@ -122,25 +122,6 @@ __device__ void for_each_tap(const Visit& visit) {
   }
 }
 
-// Adds what is divided by two to a power, one for each row of taps.
-__device__ inline void unscale_taps(const int (&exponents)[kTaps], const float (&d)[kTaps][kTaps][4],
-                                    float (&sums)[kTaps][kTaps][4]) {
-  bool are_small = true;
-#pragma unroll
-  for (int exponent : exponents) are_small &= abs(exponent) <= kMostExponent;
-  if (are_small) {
-    for_each_tap([&](int down, int across) {
-      const float factor = power_of_two(-exponents[down]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        sums[down][across][i] = fmaf(d[down][across][i], factor, sums[down][across][i]);
-    });
-  } else {
-    for_each_tap(
-        [&](int down, int across) { Unscale(exponents[down]).add(sums[down][across], d[down][across]); });
-  }
-}
-
 // The steps of a walk, a barrier of all threads each. In step `row`, tile warps have this row; sum warps the
 // one before, and bring in what the next ones take. Before the first row come steps that only do that.
 constexpr int kFirstStep = -kTaps - 1;

@@ -4,6 +4,7 @@
 #include "core/problem.h"
 #include "cuda/device/elements.cuh"
 #include "cuda/device/parameter_sums.cuh"
+#include "cuda/device/scales.cuh"
 #include "cuda/device/statistics.cuh"
 #include "plan/conv_tiling.h"
 
@@ -14,10 +15,6 @@ using cuda::ConvTiling;
 using cuda::kRows;
 using cuda::kUnitBytes;
 using cuda::kUnitElements;
-
-constexpr int kNonFinite = 1 << 20;  // in place of an exponent: the tensor cores' arithmetic would not do
-
-constexpr int kNoShare = -(1 << 20);  // where weights are zeros
 
 // The moments of a tile in one of the norm's groups, for samples that stay in shared memory. It is read while
 // others write: as long as it has no pixels, it is not there.

@@ -6,66 +6,106 @@
 
 #include <type_traits>
 
-#include "core/problem.h"
-#include "core/target.h"
+#include "packs.cuh"
+#include "scales.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// From what tensors hold to so many parts that the tensor cores take, scaled where these have less range.
-template <class Held, class Taken, int kCount>
-struct Operand {
-  using In = Held;
-  using Element = Taken;
-  static constexpr int kParts = kCount;
-  static constexpr bool kScales = !std::is_same_v<In, Element>;
-};
-
-// Float32, exact: x = high + low, both halves, after a scaling by a power of two that brings the largest
-// value of a panel (of a channel, for weights) near the largest half. high * high + low * high + high * low
-// is the product but for 2^-22 of it.
-struct Float32Ieee : Operand<float, __half, 2> {};
-
-// Float32 as TF32, which has a half's mantissa: the first of these products.
-struct Float32Tf32 : Operand<float, __half, 1> {};
-
-struct BFloat16 : Operand<__nv_bfloat16, __nv_bfloat16, 1> {};
-struct Float16 : Operand<__half, __half, 1> {};
-
 // What differs between kernels that multiply: the type that the tensor cores take, and how many parts a value
-// has. What tensors hold, and with it whether values are scaled, is known when a kernel runs: float32 is
-// either of the first two, bfloat16 the third, float16 the second without a scale.
+// has. What tensors hold, and with it whether values are scaled, is known when a kernel runs.
 template <class Taken, int kCount>
 struct Parts {
   using Element = Taken;
   static constexpr int kParts = kCount;
 };
+
+// Float32, exact: x = high + low, both halves, after a scaling by a power of two that brings the largest
+// value of many near the largest half. high * high + low * high + high * low is the product but for 2^-22 of
+// it.
 struct SplitHalves : Parts<__half, 2> {};
+
+// Float32 as TF32, which has a half's mantissa: the first of these products. And float16, without a scale.
 struct Halves : Parts<__half, 1> {};
+
 struct BFloat16s : Parts<__nv_bfloat16, 1> {};
 
-// Whether what a tensor of the dtype holds has more range than the tensor cores' types.
-FUSEDCONV_INLINE bool is_scaled(DType dtype) { return dtype == DType::kFloat32; }
-
-// The largest magnitude is scaled into [2^14, 2^15): under the largest half, 65504.
-constexpr int kScaledExponent = 14;
-constexpr int kMostExponent = 126;  // 2^126 and 2^-126 are normal floats
-
-__device__ inline float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
-
-// The power of two for values up to a magnitude, given as the bits of a float.
-__device__ inline int scale_exponent(unsigned magnitude) {
-  return min(kScaledExponent + 127 - int(magnitude >> 23), kMostExponent);
+// Whether values that become Mode's are scaled.
+template <class Mode>
+FUSEDCONV_INLINE bool is_scaled(DType dtype) {
+  return !std::is_same_v<Mode, BFloat16s> && (Mode::kParts == 2 || is_scaled(dtype));
 }
 
-// Of a magnitude, as the bits of a float.
-__device__ inline int exponent_of(unsigned magnitude) { return int(magnitude >> 23) - 127; }
+// Calls visit(a value of the type that a tensor holds) where its values become Mode's.
+template <class Mode, class Visit>
+__device__ void visit_held(DType dtype, const Visit& visit) {
+  if constexpr (std::is_same_v<Mode, BFloat16s>) {
+    visit(__nv_bfloat16{});
+  } else if (is_scaled<Mode>(dtype)) {
+    visit(float{});
+  } else {
+    visit(__half{});
+  }
+}
 
-// A half's last digit is worth 2^-24, and the largest value is scaled to 2^14 at least: a value keeps all of
-// its digits down to 2^-16 of the largest one. One to spare.
-constexpr int kExactBits = 15;
+// ---- floats, already scaled, as parts ----
 
-constexpr unsigned kInfinityBits = 0x7f800000;
+template <class Element>
+__device__ uint32_t narrow_pair(float first, float second) {
+  std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162> pair;
+  if constexpr (std::is_same_v<Element, __half>) {
+    pair = __floats2half2_rn(first, second);
+  } else {
+    pair = __floats2bfloat162_rn(first, second);
+  }
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+
+__device__ inline float2 half_values(uint32_t bits) {
+  __half2 pair;
+  memcpy(&pair, &bits, sizeof(pair));
+  return __half22float2(pair);
+}
+
+// Two values as halves, and what these lack of them.
+struct SplitPair {
+  uint32_t high, low;
+};
+
+__device__ inline SplitPair split_pair(float first, float second) {
+  const uint32_t high = narrow_pair<__half>(first, second);
+  const float2 rounded = half_values(high);
+  return {high, narrow_pair<__half>(first - rounded.x, second - rounded.y)};
+}
+
+// The same, as the parts of a mode.
+template <class Mode>
+__device__ void pack_pair(float first, float second, uint32_t (&parts)[Mode::kParts]) {
+  if constexpr (Mode::kParts == 2) {
+    const SplitPair pair = split_pair(first, second);
+    parts[0] = pair.high;
+    parts[1] = pair.low;
+  } else {
+    parts[0] = narrow_pair<typename Mode::Element>(first, second);
+  }
+}
+
+constexpr int kUnitChannels = 8;  // of a pixel: 16 bytes of a part
+
+using PackedUnit = Pack<uint32_t, kUnitChannels / 2>;
+
+template <class Mode>
+__device__ void pack_unit(const float (&x)[kUnitChannels], PackedUnit (&parts)[Mode::kParts]) {
+#pragma unroll
+  for (int i = 0; i < kUnitChannels / 2; ++i) {
+    uint32_t pair[Mode::kParts];
+    pack_pair<Mode>(x[2 * i], x[2 * i + 1], pair);
+#pragma unroll
+    for (int p = 0; p < Mode::kParts; ++p) parts[p].element[i] = pair[p];
+  }
+}
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

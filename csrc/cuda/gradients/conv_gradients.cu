@@ -22,14 +22,8 @@ constexpr int kStaticBytes = 256;  // of shared memory that a kernel has besides
 
 template <class Visit>
 auto visit_mode(const ConvBackward& conv, const Visit& visit) {
-  switch (conv.input.dtype) {
-    case DType::kBFloat16:
-      return visit(BFloat16{});
-    case DType::kFloat16:
-      return visit(Float16{});
-    default:
-      return conv.conv.tf32 ? visit(Float32Tf32{}) : visit(Float32Ieee{});
-  }
+  if (conv.input.dtype == DType::kBFloat16) return visit(BFloat16s{});
+  return parts_of(conv) == SplitHalves::kParts ? visit(SplitHalves{}) : visit(Halves{});
 }
 
 // ---- channels, balanced ----
@@ -64,39 +58,49 @@ __global__ void __launch_bounds__(kBalanceThreads) balance_channels(Tensor weigh
 // ---- the input, packed ----
 
 constexpr int kRowThreads = 256;
+constexpr int kRowBlocks = 8;   // on a multiprocessor, for registers
 constexpr int kRowPadding = 1;  // of a row in shared memory
 
 int64_t pack_bytes(const PackedRows& to) {
   return to.channels * (to.cols + int64_t(kRowPadding)) * int64_t(sizeof(float));
 }
 
+// A block's row, widened into shared memory. Returns the largest magnitude of a thread's values.
+template <class Word, class Value>
+__device__ unsigned load_row(const Tensor& from, const PackedRows& to, float* values, int pitch,
+                             const Value& value_of) {
+  const Word* const row = static_cast<const Word*>(from.data) + blockIdx.x / to.rows * from.stride[0] +
+                          blockIdx.x % to.rows * from.stride[2];
+  unsigned of_thread = 0;
+  for (int c = threadIdx.x / kWarpThreads; c < to.channels; c += kRowThreads / kWarpThreads) {
+#pragma unroll 4
+    for (int col = lane_of_thread(); col < to.cols; col += kWarpThreads) {
+      const float x = value_of(row[c * from.stride[1] + col * from.stride[3]]);
+      values[c * pitch + col] = x;
+      of_thread = max(of_thread, finite_magnitude(x));
+    }
+  }
+  return of_thread;
+}
+
 // A block for each row of each sample.
-template <class Mode>
-__global__ void __launch_bounds__(kRowThreads) pack_rows(Tensor from, PackedRows to) {
-  using In = typename Mode::In;
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks) pack_rows(Tensor from, PackedRows to) {
   extern __shared__ float values[];
   __shared__ unsigned largest;
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();
   const int pitch = to.cols + kRowPadding;
-  const int64_t sample = blockIdx.x / to.rows;
-  const In* const row =
-      static_cast<const In*>(from.data) + sample * from.stride[0] + blockIdx.x % to.rows * from.stride[2];
-  unsigned of_thread = 0;
-  for (int c = threadIdx.x / kWarpThreads; c < to.channels; c += kRowThreads / kWarpThreads) {
-#pragma unroll 4
-    for (int col = lane_of_thread(); col < to.cols; col += kWarpThreads) {
-      const float x = widen<float>(row[c * from.stride[1] + col * from.stride[3]]);
-      values[c * pitch + col] = x;
-      of_thread = max(of_thread, finite_magnitude(x));
-    }
-  }
-  if (Mode::kScales) {
-    of_thread = largest_of_warp(of_thread);
-    if (lane_of_thread() == 0) atomicMax(&largest, of_thread);
+  if (is_scaled(to.dtype)) {
+    const unsigned of_warp =
+        largest_of_warp(load_row<float>(from, to, values, pitch, [](float value) { return value; }));
+    if (lane_of_thread() == 0) atomicMax(&largest, of_warp);
+  } else {
+    const bool is_bfloat16 = to.dtype == DType::kBFloat16;
+    load_row<uint16_t>(from, to, values, pitch,
+                       [=](uint16_t bits) { return from_half_bits(bits, is_bfloat16); });
   }
   __syncthreads();
-  pack_row<Mode, kRowThreads>(to, blockIdx.x, values, pitch, largest);
+  pack_row<kRowThreads>(to, blockIdx.x, values, pitch, largest);
 }
 
 // ---- the weight's gradient, added up ----
@@ -128,8 +132,8 @@ __global__ void __launch_bounds__(kSlotThreads)
   int64_t rest = value / (kTaps * kTaps);
   const int in_lane = int(rest % kUnitChannels);
   rest /= kUnitChannels;
-  const int out_lane = int(rest % (kWarpChannels * plan.channel_warps));
-  rest /= kWarpChannels * plan.channel_warps;
+  const int out_lane = int(rest % (kTileChannels * plan.channel_warps));
+  rest /= kTileChannels * plan.channel_warps;
   const WindowPlace window(shape, int(rest % shape.count_windows()));
   rest /= shape.count_windows();
   const int in_channel = int(rest % plan.in_blocks) * kUnitChannels + in_lane;
@@ -151,33 +155,29 @@ cudaError_t allow_shared_memory(Kernel* kernel, const Card& card) {
 }
 
 template <class Mode>
-cudaError_t load_mode(const Card& card) {
-  Card rest = card;
-  rest.shared_bytes -= kStaticBytes;
-  if (const cudaError_t status = allow_shared_memory(pack_rows<Mode>, rest)) return status;
+cudaError_t load_mode(const Card& rest) {
   if (const cudaError_t status = allow_shared_memory(conv_weight_gradient<Mode>, rest)) return status;
   return allow_shared_memory(conv_input_gradient<Mode>, rest);
 }
 
 // margin: of zeros that are read beside a row.
-template <class Mode>
-PackedRows packed_map(int channels, const int (&size)[2], int least_pitch, int margin) {
+PackedRows packed_map(const ConvBackward& conv, int channels, const int (&size)[2], int least_pitch,
+                      int margin) {
   const int pitch = std::max(least_pitch, size[1] + margin);
-  return {nullptr, nullptr, nullptr, channels, chunks_of(channels), Mode::kParts, size[0], size[1], pitch};
+  return {nullptr, nullptr, nullptr, conv.input.dtype, channels, chunks_of(channels), parts_of(conv),
+          size[0], size[1], pitch};
 }
 
-// Of the output's gradient, all of a strip is read, and as much beside a row as windows have taps.
-template <class Mode>
-PackedRows packed_grads(const ConvShape& shape, const WeightGradientPlan& plan) {
-  return packed_map<Mode>(shape.out_channels, shape.out_size, plan.strips * plan.strip_cols,
-                          shape.windows[1] * kTaps - 1);
+// Of the output's gradient, all of a slab is read, and as much beside a row as windows have taps.
+PackedRows packed_grads(const ConvBackward& conv, const ConvShape& shape, const Slabs& slabs) {
+  return packed_map(conv, shape.out_channels, shape.out_size, slabs.across * slabs.cols,
+                    shape.windows[1] * kTaps - 1);
 }
 
 // So is the input, which may have padding: what is multiplied by zeros must be finite.
-template <class Mode>
-PackedRows packed_input(const ConvShape& shape, const WeightGradientPlan& plan) {
-  const int cols = plan.strips * plan.strip_cols + shape.windows[1] * kTaps - 1;
-  return packed_map<Mode>(shape.in_channels, shape.in_size, cols, shape.padding[1]);
+PackedRows packed_input(const ConvBackward& conv, const ConvShape& shape, const Slabs& slabs) {
+  const int cols = slabs.across * slabs.cols + shape.windows[1] * kTaps - 1;
+  return packed_map(conv, shape.in_channels, shape.in_size, cols, shape.padding[1]);
 }
 
 void take_memory(PackedRows& packed, int64_t samples, Workspace& workspace) {
@@ -220,12 +220,9 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
 }
 
 bool ConvGradients::may_run(const BackwardProblem& problem, const Card& card) {
-  const int64_t bytes = visit_mode(*problem.conv, [&](auto mode) {
-    using Mode = decltype(mode);
-    const ConvShape shape = conv_shape(problem);
-    const int64_t of_input = plan_input<Mode>(shape, 1, card).shared_bytes;
-    return std::max(of_input, pack_bytes(packed_input<Mode>(shape, {})));
-  });
+  const ConvShape shape = conv_shape(problem);
+  const int64_t of_input = plan_input(shape, parts_of(*problem.conv), 1, card).shared_bytes;
+  const int64_t bytes = std::max(of_input, pack_bytes(packed_input(*problem.conv, shape, {})));
   return bytes + kStaticBytes <= card.shared_bytes;
 }
 
@@ -233,34 +230,29 @@ ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_sample
                              const Card& card)
     : conv_(*problem.conv), shape_(conv_shape(problem)) {
   Workspace workspace(memory);
-  visit_mode(conv_, [&](auto mode) {
-    using Mode = decltype(mode);
-    weight_plan_ = plan_weight<Mode>(shape_, step_samples, card);
-    grads_ = packed_grads<Mode>(shape_, weight_plan_);
-    input_ = packed_input<Mode>(shape_, weight_plan_);
-    if (wants_weight() || wants_input()) {
-      take_memory(grads_, step_samples, workspace);
-      if (Mode::kScales) grads_.balance = balance_ = workspace.take<float>(shape_.out_channels);
-    }
-    if (wants_weight()) take_memory(input_, step_samples, workspace);
-    if (wants_input()) input_plan_ = plan_input<Mode>(shape_, step_samples, card);
-  });
+  const int parts = parts_of(conv_);
+  weight_plan_ = plan_weight(shape_, parts, step_samples, card);
+  grads_ = packed_grads(conv_, shape_, weight_plan_.slabs);
+  input_ = packed_input(conv_, shape_, weight_plan_.slabs);
+  if (wants_weight() || wants_input()) {
+    take_memory(grads_, step_samples, workspace);
+    if (is_scaled(grads_.dtype)) grads_.balance = balance_ = workspace.take<float>(shape_.out_channels);
+  }
+  if (wants_weight()) take_memory(input_, step_samples, workspace);
+  if (wants_input()) input_plan_ = plan_input(shape_, parts, step_samples, card);
   if (wants_weight())
     slots_ = workspace.take<float>(Checked(weight_plan_.slots) * values_of_slot(weight_plan_, shape_));
   workspace_bytes_ = workspace.bytes();
 }
 
 int64_t ConvGradients::sample_bytes(const BackwardProblem& problem, const Card& card) {
-  return visit_mode(*problem.conv, [&](auto mode) {
-    using Mode = decltype(mode);
-    const ConvShape shape = conv_shape(problem);
-    const WeightGradientPlan plan = plan_weight<Mode>(shape, 1, card);
-    const PackedRows grads = packed_grads<Mode>(shape, plan);
-    const PackedRows input = packed_input<Mode>(shape, plan);
-    const Checked units = std::max(Checked(grads.rows) * packed_row_units(grads),
-                                   Checked(input.rows) * packed_row_units(input));
-    return (units * int64_t(sizeof(uint4))).value();
-  });
+  const ConvShape shape = conv_shape(problem);
+  const Slabs slabs = plan_weight(shape, parts_of(*problem.conv), 1, card).slabs;
+  const PackedRows grads = packed_grads(*problem.conv, shape, slabs);
+  const PackedRows input = packed_input(*problem.conv, shape, slabs);
+  const Checked units =
+      std::max(Checked(grads.rows) * packed_row_units(grads), Checked(input.rows) * packed_row_units(input));
+  return (units * int64_t(sizeof(uint4))).value();
 }
 
 cudaError_t launch_balance(const Tensor& weight, float* balance, cudaStream_t stream) {
@@ -302,11 +294,11 @@ cudaError_t ConvGradients::add_to_weight(const Tensor& input, bool is_first, cud
   const WeightGradientPlan& plan = weight_plan_;
   const int64_t samples = input.size[0];
   const LaunchShape pack{dim3(unsigned(samples * input_.rows)), kRowThreads, int(pack_bytes(input_)), false};
-  if (const cudaError_t status = launch_kernel(pack_rows<Mode>, pack, stream, input, input_)) return status;
+  if (const cudaError_t status = launch_kernel(pack_rows, pack, stream, input, input_)) return status;
   const WeightGradientWork work{
-      shape_, plan, grads_, input_, slots_, !is_first, int(samples * plan.strips * plan.segments)};
+      shape_, plan, grads_, input_, slots_, !is_first, plan.slabs.of_samples(samples)};
   const LaunchShape shape{dim3(plan.blocks, plan.out_blocks * plan.in_blocks * shape_.count_windows()),
-                          kWeightThreads, int(sizeof(WeightShared<Mode>)), false};
+                          kWeightThreads, weight_shared_bytes(Mode::kParts), false};
   return launch_kernel(conv_weight_gradient<Mode>, shape, stream, work);
 }
 
@@ -314,10 +306,8 @@ template <class Mode>
 cudaError_t ConvGradients::write_input(int64_t first, int64_t samples, cudaStream_t stream) const {
   const InputGradientPlan& plan = input_plan_;
   const int64_t sample = int64_t(shape_.in_channels) * shape_.in_size[0] * shape_.in_size[1];
-  void* const to =
-      static_cast<char*>(conv_.grad_input.data) + first * sample * bytes_of(conv_.grad_input.dtype);
-  const InputGradientWork work{
-      shape_, plan, grads_, conv_.conv.weight, to, int(samples * plan.strips * plan.segments)};
+  const Elements to = elements_from(conv_.grad_input.data, conv_.grad_input.dtype, first * sample);
+  const InputGradientWork work{shape_, plan, grads_, conv_.conv.weight, to, plan.slabs.of_samples(samples)};
   const LaunchShape shape{dim3(plan.blocks, plan.in_blocks), kInputThreads, plan.shared_bytes, false};
   return launch_kernel(conv_input_gradient<Mode>, shape, stream, work);
 }
@@ -331,10 +321,12 @@ cudaError_t ConvGradients::launch_weight(cudaStream_t stream) const {
 cudaError_t ConvGradients::load(const Card& card) {
   if (const cudaError_t status = load_kernel(balance_channels)) return status;
   if (const cudaError_t status = load_kernel(sum_weight_gradient)) return status;
-  if (const cudaError_t status = load_mode<Float32Ieee>(card)) return status;
-  if (const cudaError_t status = load_mode<Float32Tf32>(card)) return status;
-  if (const cudaError_t status = load_mode<BFloat16>(card)) return status;
-  return load_mode<Float16>(card);
+  Card rest = card;
+  rest.shared_bytes -= kStaticBytes;
+  if (const cudaError_t status = allow_shared_memory(pack_rows, rest)) return status;
+  if (const cudaError_t status = load_mode<SplitHalves>(rest)) return status;
+  if (const cudaError_t status = load_mode<Halves>(rest)) return status;
+  return load_mode<BFloat16s>(rest);
 }
 
 }  // namespace FUSEDCONV_TARGET

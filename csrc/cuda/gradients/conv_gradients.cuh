@@ -15,8 +15,8 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 constexpr int kTaps = 3;           // of a window, down and across
-constexpr int kWarpChannels = 16;  // of the output, that a product has
-constexpr int kSlotValues = kWarpChannels * kUnitChannels * kTaps * kTaps;  // of a warp's sums
+constexpr int kTileChannels = 16;  // of the output, that a product of a warp has
+constexpr int kSlotValues = kTileChannels * kUnitChannels * kTaps * kTaps;  // of a warp's sums
 
 // A conv; sizes of a sample fit in ints.
 struct ConvShape {
@@ -29,23 +29,40 @@ struct ConvShape {
   FUSEDCONV_INLINE int count_windows() const { return windows[0] * windows[1]; }
 };
 
+// How a sample's map is cut.
+struct Slabs {
+  int across, cols;
+  int down, rows;
+
+  FUSEDCONV_INLINE int of_samples(int64_t samples) const { return int(samples * across * down); }
+};
+
+// A slab: its sample, and its first row and column.
+struct Slab {
+  int sample, row, col;
+
+  __device__ Slab(const Slabs& slabs, int index)
+      : sample(index / slabs.down / slabs.across),
+        row(index % slabs.down * slabs.rows),
+        col(index / slabs.down % slabs.across * slabs.cols) {}
+};
+
 // How the gradient of the weight is shared out. A block has 64 of the output's channels and 8 of the
-// input's, and walks down strips of the map; its warps have 16 channels each or, of fewer, parts of a strip.
+// input's, and walks down slabs of the map; its warps have 16 channels each or, of fewer, take turns at the
+// pixels.
 struct WeightGradientPlan {
   int channel_warps;
-  int strips, strip_cols;
-  int segments, strip_rows;  // into which strips are cut
+  Slabs slabs;
   int out_blocks, in_blocks;
   int blocks;  // for each pair of these and each window
   int slots;   // in which sums stand apart until the end
 };
 
-// The same for the input's. A block has 8 of its channels and a few strips; of each of their rows, stages of
+// The same for the input's. A block has 8 of its channels and a few slabs; of each of their rows, stages of
 // some of the output's channels come into shared memory one after the other.
 struct InputGradientPlan {
-  int strip_warps;
-  int strips;
-  int segments, strip_rows;
+  int slab_warps;
+  Slabs slabs;
   int in_blocks, blocks;
   int stages;  // of a row
   int shared_bytes;
@@ -62,6 +79,11 @@ cudaError_t launch_balance(const Tensor& weight, float* balance, cudaStream_t st
 // [windows][channel_warps][kSlotValues].
 cudaError_t launch_sum_of_slots(const float* slots, const WeightGradientPlan& plan, const ConvShape& shape,
                                 const float* balance, float* grad_weight, cudaStream_t stream);
+
+// How many parts a value has as an operand of the tensor cores: see cuda/device/split.cuh.
+inline int parts_of(const ConvBackward& conv) {
+  return conv.input.dtype == DType::kFloat32 && !conv.conv.tf32 ? 2 : 1;
+}
 
 // How the conv of a problem looks. Throws std::overflow_error where sizes of a sample do not fit in ints.
 ConvShape conv_shape(const BackwardProblem& problem);

@@ -1,6 +1,6 @@
 // The gradient of a conv's input: the output's gradient times the weight, turned around. A row of the
 // output's gradient adds to as many rows of the input's as the kernel has taps down, whose sums go along in
-// registers while warps walk down a strip.
+// registers while warps walk down a slab.
 #pragma once
 
 #include "products.cuh"
@@ -18,76 +18,60 @@ constexpr int kStages = 2;
 
 constexpr int kStepWords = kTaps * kTaps * kWarpThreads;  // pairs of words of the weight, for one step's part
 
-// Units of a strip's row: its pixels and those that the taps add.
-FUSEDCONV_INLINE int stage_cols(int strip_warps) { return strip_warps * kWarpPixels + kTaps - 1; }
+// Units of a slab's row: its pixels and those that the taps add.
+FUSEDCONV_INLINE int stage_cols(int slab_warps) { return slab_warps * kWarpPixels + kTaps - 1; }
 
 struct InputGradientWork {
   ConvShape shape;
   InputGradientPlan plan;
   PackedRows grads;  // of this step's samples
   Tensor weight;
-  void* grad_input;  // contiguous
-  int units;         // strips of all samples
+  Elements grad_input;  // contiguous
+  int slabs;            // of all samples
 };
 
-// In shared memory: stages, each of [strips][chunks][parts][cols] units, then the words of a window of the
+// In shared memory: stages, each of [slabs][chunks][parts][cols] units, then the words of a window of the
 // weight, [steps][parts][taps across][taps down][lanes].
-template <class Mode>
 struct InputLayout {
   int stage_units, weights_at, bytes;
 
-  FUSEDCONV_INLINE explicit InputLayout(const InputGradientPlan& plan) {
-    stage_units = kInputWarps / plan.strip_warps * kStageChunks * Mode::kParts * stage_cols(plan.strip_warps);
+  FUSEDCONV_INLINE InputLayout(const InputGradientPlan& plan, int parts) {
+    stage_units = kInputWarps / plan.slab_warps * kStageChunks * parts * stage_cols(plan.slab_warps);
     weights_at = kStages * stage_units * int(sizeof(uint4));
-    bytes = weights_at + plan.stages * kStageSteps * Mode::kParts * kStepWords * int(sizeof(uint2));
+    bytes = weights_at + plan.stages * kStageSteps * parts * kStepWords * int(sizeof(uint2));
   }
 };
 
 template <class Mode>
 class InputGradientBlock {
-  using In = typename Mode::In;
-  using Element = typename Mode::Element;
   static constexpr int kParts = Mode::kParts;
-
-  struct Strip {
-    bool exists;
-    int row, col;  // the first ones of the input
-    int sample;
-  };
 
  public:
   __device__ InputGradientBlock(const InputGradientWork& work, uint8_t* shared)
       : work_(work),
-        layout_(work.plan),
+        layout_(work.plan, kParts),
         stages_(reinterpret_cast<uint4*>(shared)),
         weights_(reinterpret_cast<uint2*>(shared + layout_.weights_at)),
-        cols_(stage_cols(work.plan.strip_warps)),
+        cols_(stage_cols(work.plan.slab_warps)),
         lane_(threadIdx.x % kWarpThreads),
         warp_(threadIdx.x / kWarpThreads),
-        strips_at_once_(kInputWarps / work.plan.strip_warps),
-        strip_of_warp_(warp_ / work.plan.strip_warps),
-        warp_col_(warp_ % work.plan.strip_warps * kWarpPixels) {}
+        slabs_at_once_(kInputWarps / work.plan.slab_warps),
+        slab_of_warp_(warp_ / work.plan.slab_warps),
+        warp_col_(warp_ % work.plan.slab_warps * kWarpPixels) {}
 
   __device__ void run() {
-    if (Mode::kScales) weight_exponent_ = scale_exponent(largest_weight());
+    if (is_scaled<Mode>(work_.grads.dtype)) weight_exponent_ = scale_exponent(largest_weight());
     for (int i = 0; i < work_.shape.count_windows(); ++i) {
       const WindowPlace window(work_.shape, i);
       __syncthreads();  // of the window before, all is read
       load_weights(window);
-      const int step = gridDim.x * strips_at_once_;
-      for (int first = blockIdx.x * strips_at_once_; first < work_.units; first += step)
+      const int step = gridDim.x * slabs_at_once_;
+      for (int first = blockIdx.x * slabs_at_once_; first < work_.slabs; first += step)
         walk(first, window, i > 0);
     }
   }
 
  private:
-  __device__ Strip strip_of(int unit) const {
-    const InputGradientPlan& plan = work_.plan;
-    const int rest = unit / plan.segments;
-    return {unit < work_.units, unit % plan.segments * plan.strip_rows,
-            rest % plan.strips * plan.strip_warps * kWarpPixels, rest / plan.strips};
-  }
-
   // ---- the weight ----
 
   // As lanes take it: of the column lane / 4, which is a channel of the input, rows 2 * (lane % 4) and the
@@ -106,15 +90,12 @@ class InputGradientBlock {
       for (int k = 0; k < 4; ++k)
         x[k] = scale * weight(channel + k / 2 * kUnitChannels + k % 2, lane / 4, window.down + down,
                               window.across + across);
+      uint32_t first[kParts], second[kParts];
+      pack_pair<Mode>(x[0], x[1], first);
+      pack_pair<Mode>(x[2], x[3], second);
       uint2* const to = weights_ + step * kParts * kStepWords + i % kStepWords;
-      if constexpr (kParts == 2) {
-        const SplitPair first = split_pair(x[0], x[1]);
-        const SplitPair second = split_pair(x[2], x[3]);
-        to[0] = {first.high, second.high};
-        to[kStepWords] = {first.low, second.low};
-      } else {
-        to[0] = {narrow_pair<Element>(x[0], x[1]), narrow_pair<Element>(x[2], x[3])};
-      }
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) to[p * kStepWords] = {first[p], second[p]};
     }
   }
 
@@ -127,8 +108,11 @@ class InputGradientBlock {
     const int64_t* stride = work_.weight.stride;
     const int64_t at =
         out_channel * stride[0] + in_channel * stride[1] + down * stride[2] + across * stride[3];
-    const float x = widen<float>(static_cast<const In*>(work_.weight.data)[at]);
-    return Mode::kScales ? x / work_.grads.balance[out_channel] : x;
+    float x;
+    visit_held<Mode>(work_.weight.dtype, [&](auto element) {
+      x = widen<float>(static_cast<const decltype(element)*>(work_.weight.data)[at]);
+    });
+    return is_scaled<Mode>(work_.grads.dtype) ? x / work_.grads.balance[out_channel] : x;
   }
 
   // Of this block's channels.
@@ -150,60 +134,61 @@ class InputGradientBlock {
     return most;
   }
 
-  // ---- down a strip ----
+  // ---- down a slab ----
 
   // A step is a stage of a row, which comes in while the one before is multiplied. adds: to what windows
   // before left.
-  __device__ void walk(int first_unit, const WindowPlace& window, bool adds) {
-    const int steps = (work_.plan.strip_rows + kTaps - 1) * work_.plan.stages;
-    const Strip strip = strip_of(first_unit + strip_of_warp_);
-    __syncthreads();  // of the strips before, all is read, and the weights are written
-    load(first_unit, window, 0);
+  __device__ void walk(int first_slab, const WindowPlace& window, bool adds) {
+    const int steps = (work_.plan.slabs.rows + kTaps - 1) * work_.plan.stages;
+    const int index = first_slab + slab_of_warp_;
+    const Slab slab(work_.plan.slabs, index);
+    __syncthreads();  // of the slabs before, all is read, and the weights are written
+    load(first_slab, window, 0);
     Sums sums{};
     int stage = 0;
     int row = 0;
     for (int step = 0; step < steps; ++step) {
       wait_for_copies();
       __syncthreads();
-      if (step + 1 < steps) load(first_unit, window, step + 1);
-      const int y = grad_row(strip, window, row);
-      if (has_row(strip, y)) multiply(window, stage, step % kStages, exponent_of_row(strip, y), sums);
+      if (step + 1 < steps) load(first_slab, window, step + 1);
+      const int y = grad_row(slab, window, row);
+      if (has_row(index, y)) multiply(window, stage, step % kStages, exponent_of_row(slab, y), sums);
       if (++stage < work_.plan.stages) continue;
-      if (row >= kTaps - 1) store(strip, strip.row + row - (kTaps - 1), sums, adds);
+      if (row >= kTaps - 1 && index < work_.slabs) store(slab, slab.row + row - (kTaps - 1), sums, adds);
       move_rows(sums);
       stage = 0;
       ++row;
     }
   }
 
-  // Of the output's gradient, counted from the first that the strip's first row meets.
-  __device__ int grad_row(const Strip& strip, const WindowPlace& window, int row) const {
-    return strip.row + row + work_.shape.padding[0] - window.down - (kTaps - 1);
+  // Of the output's gradient, counted from the first that the slab's first row meets.
+  __device__ int grad_row(const Slab& slab, const WindowPlace& window, int row) const {
+    return slab.row + row + work_.shape.padding[0] - window.down - (kTaps - 1);
   }
-  __device__ bool has_row(const Strip& strip, int y) const {
-    return strip.exists && y >= 0 && y < work_.grads.rows;
+  __device__ bool has_row(int slab, int y) const {
+    return slab < work_.slabs && y >= 0 && y < work_.grads.rows;
   }
-  __device__ int exponent_of_row(const Strip& strip, int y) const {
-    return Mode::kScales ? work_.grads.exponents[strip.sample * work_.grads.rows + y] : 0;
+  __device__ int exponent_of_row(const Slab& slab, int y) const {
+    return is_scaled<Mode>(work_.grads.dtype) ? work_.grads.exponents[slab.sample * work_.grads.rows + y] : 0;
   }
 
-  __device__ void load(int first_unit, const WindowPlace& window, int step) const {
+  __device__ void load(int first_slab, const WindowPlace& window, int step) const {
     const int row = step / work_.plan.stages;
-    for (int s = 0; s < strips_at_once_; ++s) {
-      const Strip strip = strip_of(first_unit + s);
-      const int y = grad_row(strip, window, row);
-      if (has_row(strip, y))
-        load_row(strip, y, window, (step - row * work_.plan.stages) * kStageChunks,
+    for (int s = 0; s < slabs_at_once_; ++s) {
+      const Slab slab(work_.plan.slabs, first_slab + s);
+      const int y = grad_row(slab, window, row);
+      if (has_row(first_slab + s, y))
+        load_row(slab, y, window, (step - row * work_.plan.stages) * kStageChunks,
                  stages_ + step % kStages * layout_.stage_units + s * kStageChunks * kParts * cols_);
     }
   }
 
   // What stands before a row and behind its end are zeros, as many as taps reach.
-  __device__ void load_row(const Strip& strip, int y, const WindowPlace& window, int first_chunk,
+  __device__ void load_row(const Slab& slab, int y, const WindowPlace& window, int first_chunk,
                            uint4* to) const {
     const PackedRows& grads = work_.grads;
-    const uint4* from = grads.units + (strip.sample * grads.rows + y) * packed_row_units(grads) +
-                        (first_chunk * kParts + warp_) * grads.pitch + strip.col + work_.shape.padding[1] -
+    const uint4* from = grads.units + (slab.sample * grads.rows + y) * packed_row_units(grads) +
+                        (first_chunk * kParts + warp_) * grads.pitch + slab.col + work_.shape.padding[1] -
                         window.across - (kTaps - 1) + lane_;
     to += warp_ * cols_ + lane_;
     const int planes = min(grads.chunks - first_chunk, kStageChunks) * kParts;
@@ -226,7 +211,7 @@ class InputGradientBlock {
     const int taps_across = work_.shape.kernel[1] - window.across;
     float d[kWarpBlocks][kTaps][4]{};
     const uint4* const units = stages_ + place * layout_.stage_units +
-                               (strip_of_warp_ * kStageChunks + lane_ / 16) * kParts * cols_ + warp_col_ +
+                               (slab_of_warp_ * kStageChunks + lane_ / 16) * kParts * cols_ + warp_col_ +
                                lane_ % 16 + kTaps - 1;
     const uint2* const weights = weights_ + stage * kStageSteps * kParts * kStepWords + lane_;
 #pragma unroll
@@ -262,26 +247,28 @@ class InputGradientBlock {
         }
       }
     }
-    const Unscale unscale(exponent + weight_exponent_);
-#pragma unroll
-    for (int block = 0; block < kWarpBlocks; ++block) {
-#pragma unroll
-      for (int down = 0; down < kTaps; ++down) unscale.add(sums[block][down], d[block][down]);
-    }
+    exponent += weight_exponent_;
+    add_unscaled({exponent, exponent}, d, sums);
   }
 
   // What the row's first tap adds to is complete.
-  __device__ void store(const Strip& strip, int row, const Sums& sums, bool adds) const {
+  __device__ void store(const Slab& slab, int row, const Sums& sums, bool adds) const {
+    visit_held<Mode>(work_.grad_input.dtype,
+                     [&](auto element) { store_as<decltype(element)>(slab, row, sums, adds); });
+  }
+
+  template <class In>
+  __device__ void store_as(const Slab& slab, int row, const Sums& sums, bool adds) const {
     const ConvShape& shape = work_.shape;
-    if (!strip.exists || row >= shape.in_size[0]) return;
+    if (row >= shape.in_size[0]) return;
     const int map = shape.in_size[0] * shape.in_size[1];
-    In* const to = static_cast<In*>(work_.grad_input) + int64_t(strip.sample) * shape.in_channels * map +
+    In* const to = static_cast<In*>(work_.grad_input.data) + int64_t(slab.sample) * shape.in_channels * map +
                    row * shape.in_size[1];
 #pragma unroll
     for (int block = 0; block < kWarpBlocks; ++block) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int col = strip.col + warp_col_ + block * 16 + i / 2 * 8 + lane_ / 4;
+        const int col = slab.col + warp_col_ + block * 16 + i / 2 * 8 + lane_ / 4;
         const int channel = blockIdx.y * kUnitChannels + lane_ % 4 * 2 + i % 2;
         if (col >= shape.in_size[1] || channel >= shape.in_channels) continue;
         In* const place = to + channel * map + col;
@@ -303,10 +290,10 @@ class InputGradientBlock {
   }
 
   const InputGradientWork& work_;
-  const InputLayout<Mode> layout_;
+  const InputLayout layout_;
   uint4* const stages_;
   uint2* const weights_;
-  const int cols_, lane_, warp_, strips_at_once_, strip_of_warp_, warp_col_;
+  const int cols_, lane_, warp_, slabs_at_once_, slab_of_warp_, warp_col_;
   int weight_exponent_ = 0;
 };
 

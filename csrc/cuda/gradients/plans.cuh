@@ -1,4 +1,4 @@
-// How the gradients of a conv are shared out: which strips of a map, and how many blocks walk down them.
+// How the gradients of a conv are shared out: which slabs of a map, and how many blocks walk down them.
 #pragma once
 
 #include <algorithm>
@@ -12,26 +12,26 @@ inline namespace FUSEDCONV_TARGET {
 
 constexpr int kBlocksOfWeight = 4;  // of each kind on a multiprocessor, if its memory suffices
 constexpr int kBlocksOfInput = 4;
-constexpr int kMostStripRows = 64;
-constexpr int kLeastStripRows = 4;
+constexpr int kMostSlabRows = 64;
+constexpr int kLeastSlabRows = 4;
 constexpr int kMostTries = 64;
 
 // In int, as the kernels count.
 inline int divide_up(int a, int b) { return int(cuda::divide_up(a, b)); }
 
-// Into strips of how many rows maps are cut: as lets the blocks, each with some strips at a time, end
-// soonest. A strip reads a few rows that others read too.
-inline int strip_rows_for(int rows, int64_t columns, int64_t blocks) {
+// Into slabs of how many rows maps are cut: as lets the blocks, each with some slabs at a time, end
+// soonest. A slab reads a few rows that others read too.
+inline int slab_rows_for(int rows, int64_t columns, int64_t blocks) {
   int best = 0;
   int64_t least = 0;
-  const int first = divide_up(rows, kMostStripRows);
-  const int last = std::min(divide_up(rows, kLeastStripRows), first + kMostTries);
-  for (int segments = first; segments <= last; ++segments) {
-    const int strip_rows = divide_up(rows, segments);
-    const int64_t rounds = (columns * divide_up(rows, strip_rows) + blocks - 1) / blocks;
-    const int64_t time = rounds * (strip_rows + kTaps - 1);
+  const int first = divide_up(rows, kMostSlabRows);
+  const int last = std::min(divide_up(rows, kLeastSlabRows), first + kMostTries);
+  for (int slabs = first; slabs <= last; ++slabs) {
+    const int slab_rows = divide_up(rows, slabs);
+    const int64_t rounds = (columns * divide_up(rows, slab_rows) + blocks - 1) / blocks;
+    const int64_t time = rounds * (slab_rows + kTaps - 1);
     if (best == 0 || time < least) {
-      best = strip_rows;
+      best = slab_rows;
       least = time;
     }
   }
@@ -44,27 +44,28 @@ inline int64_t blocks_for(int of_multiprocessor, size_t shared_bytes, int pairs,
   return std::max(card.multiprocessors * std::min(of_multiprocessor, fitting) / pairs, 1);
 }
 
-template <class Mode>
-WeightGradientPlan plan_weight(const ConvShape& shape, int64_t samples, const cuda::Card& card) {
+inline WeightGradientPlan plan_weight(const ConvShape& shape, int parts, int64_t samples,
+                                      const cuda::Card& card) {
   WeightGradientPlan plan{};
   plan.out_blocks = divide_up(shape.out_channels, kBlockChannels);
   plan.in_blocks = divide_up(shape.in_channels, kUnitChannels);
   plan.channel_warps = 1;
-  while (plan.channel_warps < kWeightWarps && plan.channel_warps * kWarpChannels < shape.out_channels)
+  while (plan.channel_warps < kWeightWarps && plan.channel_warps * kTileChannels < shape.out_channels)
     plan.channel_warps *= 2;
-  plan.strips = divide_up(shape.out_size[1], kMostStripCols);
-  plan.strip_cols = divide_up(divide_up(shape.out_size[1], plan.strips), kStepPixels) * kStepPixels;
-  const int64_t blocks = blocks_for(kBlocksOfWeight, sizeof(WeightShared<Mode>),
+  Slabs& slabs = plan.slabs;
+  slabs.across = divide_up(shape.out_size[1], kMostSlabCols);
+  slabs.cols = divide_up(divide_up(shape.out_size[1], slabs.across), kStepPixels) * kStepPixels;
+  const int64_t blocks = blocks_for(kBlocksOfWeight, weight_shared_bytes(parts),
                                     plan.out_blocks * plan.in_blocks * shape.count_windows(), card);
-  plan.strip_rows = strip_rows_for(shape.out_size[0], samples * plan.strips, blocks);
-  plan.segments = divide_up(shape.out_size[0], plan.strip_rows);
-  plan.blocks = int(std::min(samples * plan.strips * plan.segments, blocks));
+  slabs.rows = slab_rows_for(shape.out_size[0], samples * slabs.across, blocks);
+  slabs.down = divide_up(shape.out_size[0], slabs.rows);
+  plan.blocks = int(std::min(samples * slabs.across * slabs.down, blocks));
   plan.slots = plan.blocks * (kWeightWarps / plan.channel_warps);
   return plan;
 }
 
 // The most pixels at a time that are not much more than a row has.
-inline int strip_warps_for(int cols) {
+inline int slab_warps_for(int cols) {
   const auto cost = [&](int warps) {
     return divide_up(cols, warps * kWarpPixels) * (warps * kWarpPixels + kTaps - 1);
   };
@@ -74,20 +75,21 @@ inline int strip_warps_for(int cols) {
   return best;
 }
 
-template <class Mode>
-InputGradientPlan plan_input(const ConvShape& shape, int64_t samples, const cuda::Card& card) {
+inline InputGradientPlan plan_input(const ConvShape& shape, int parts, int64_t samples,
+                                    const cuda::Card& card) {
   InputGradientPlan plan{};
-  plan.strip_warps = strip_warps_for(shape.in_size[1]);
-  plan.strips = divide_up(shape.in_size[1], plan.strip_warps * kWarpPixels);
+  plan.slab_warps = slab_warps_for(shape.in_size[1]);
+  Slabs& slabs = plan.slabs;
+  slabs.cols = plan.slab_warps * kWarpPixels;
+  slabs.across = divide_up(shape.in_size[1], slabs.cols);
   plan.in_blocks = divide_up(shape.in_channels, kUnitChannels);
   plan.stages = divide_up(chunks_of(shape.out_channels), kStageChunks);
-  plan.shared_bytes = InputLayout<Mode>(plan).bytes;
-  const int strips_at_once = kInputWarps / plan.strip_warps;
+  plan.shared_bytes = InputLayout(plan, parts).bytes;
+  const int slabs_at_once = kInputWarps / plan.slab_warps;
   const int64_t blocks = blocks_for(kBlocksOfInput, plan.shared_bytes, plan.in_blocks, card);
-  plan.strip_rows = strip_rows_for(shape.in_size[0], samples * plan.strips, blocks * strips_at_once);
-  plan.segments = divide_up(shape.in_size[0], plan.strip_rows);
-  const int64_t units = samples * plan.strips * plan.segments;
-  plan.blocks = int(std::min((units + strips_at_once - 1) / strips_at_once, blocks));
+  slabs.rows = slab_rows_for(shape.in_size[0], samples * slabs.across, blocks * slabs_at_once);
+  slabs.down = divide_up(shape.in_size[0], slabs.rows);
+  plan.blocks = int(std::min(cuda::divide_up(samples * slabs.across * slabs.down, slabs_at_once), blocks));
   return plan;
 }
 

@@ -10,11 +10,11 @@ inline namespace FUSEDCONV_TARGET {
 
 constexpr int kWeightThreads = 128;
 constexpr int kWeightWarps = kWeightThreads / kWarpThreads;
-constexpr int kBlockChannels = kWeightWarps * kWarpChannels;
+constexpr int kBlockChannels = kWeightWarps * kTileChannels;
 constexpr int kBlockChunks = kBlockChannels / kUnitChannels;
 constexpr int kStepPixels = 16;
-constexpr int kMostStripCols = 64;
-constexpr int kInputCols = kMostStripCols + kTaps - 1;
+constexpr int kMostSlabCols = 64;
+constexpr int kInputCols = kMostSlabCols + kTaps - 1;
 constexpr int kInputRows = 4;  // that stand in shared memory: those of the taps and the next one
 
 // Of a multiprocessor, at the least: the registers of a thread follow.
@@ -31,19 +31,22 @@ struct WeightGradientWork {
   PackedRows input;
   float* slots;  // [slots][out_blocks][in_blocks][windows][channel_warps][kSlotValues]
   bool adds;     // to what earlier steps left there
-  int units;     // strips of all samples
+  int slabs;     // of all samples
 };
 
-template <class Mode>
+template <int kParts>
 struct WeightShared {
-  uint4 grads[2][kBlockChunks][Mode::kParts][kMostStripCols];
-  uint4 input[kInputRows][Mode::kParts][kInputCols];
+  uint4 grads[2][kBlockChunks][kParts][kMostSlabCols];
+  uint4 input[kInputRows][kParts][kInputCols];
 };
+
+inline int weight_shared_bytes(int parts) { return parts * int(sizeof(WeightShared<1>)); }
+static_assert(sizeof(WeightShared<2>) == 2 * sizeof(WeightShared<1>));
 
 template <class Mode>
 class WeightGradientBlock {
   static constexpr int kParts = Mode::kParts;
-  using Shared = WeightShared<Mode>;
+  using Shared = WeightShared<kParts>;
 
  public:
   __device__ WeightGradientBlock(const WeightGradientWork& work, Shared& shared)
@@ -52,71 +55,58 @@ class WeightGradientBlock {
         lane_(threadIdx.x % kWarpThreads),
         warp_(threadIdx.x / kWarpThreads),
         channel_warp_(warp_ % work.plan.channel_warps),
-        part_(warp_ / work.plan.channel_warps),
-        parts_(kWeightWarps / work.plan.channel_warps),
+        turn_(warp_ / work.plan.channel_warps),
+        turns_(kWeightWarps / work.plan.channel_warps),
         window_(work.shape, int(blockIdx.y) % work.shape.count_windows()),
         first_chunk_(int(blockIdx.y) / work.shape.count_windows() / work.plan.in_blocks * kBlockChunks),
         chunks_(min(work.grads.chunks - first_chunk_, kBlockChunks)),
         in_chunk_(int(blockIdx.y) / work.shape.count_windows() % work.plan.in_blocks) {}
 
   __device__ void run() {
-    for (int unit = blockIdx.x; unit < work_.units; unit += gridDim.x) add_strip(unit);
+    for (int index = blockIdx.x; index < work_.slabs; index += gridDim.x) add_slab({work_.plan.slabs, index});
     write();
   }
 
  private:
-  struct Strip {
-    int sample, first_row, rows, col;
-  };
-
-  __device__ Strip strip_of(int unit) const {
-    const WeightGradientPlan& plan = work_.plan;
-    const int first_row = unit % plan.segments * plan.strip_rows;
-    return {unit / plan.segments / plan.strips, first_row,
-            min(plan.strip_rows, work_.shape.out_size[0] - first_row),
-            unit / plan.segments % plan.strips * plan.strip_cols};
-  }
-
   // Rows come in while those before are multiplied.
-  __device__ void add_strip(int unit) {
-    const Strip strip = strip_of(unit);
-    for (int tap = 0; tap < kTaps; ++tap) load_input(strip, tap);
-    load_grads(strip, 0);
-    for (int row = 0; row < strip.rows; ++row) {
+  __device__ void add_slab(const Slab& slab) {
+    const int rows = min(work_.plan.slabs.rows, work_.shape.out_size[0] - slab.row);
+    for (int tap = 0; tap < kTaps; ++tap) load_input(slab, tap);
+    load_grads(slab, 0);
+    for (int row = 0; row < rows; ++row) {
       wait_for_copies();
       __syncthreads();
-      if (row + 1 < strip.rows) {
-        load_input(strip, row + kTaps);
-        load_grads(strip, row + 1);
+      if (row + 1 < rows) {
+        load_input(slab, row + kTaps);
+        load_grads(slab, row + 1);
       }
-      if (channel_warp_ * 2 < chunks_) add_row(strip, row);
+      if (channel_warp_ * 2 < chunks_) add_row(slab, row);
     }
-    __syncthreads();  // the next strip writes where this one's rows stand
+    __syncthreads();  // the next slab writes where this one's rows stand
   }
 
-  // What stands behind a row's end are zeros, as many as strips have columns too many.
-  __device__ void load_grads(const Strip& strip, int row) const {
+  // What stands behind a row's end are zeros, as many as slabs have columns too many.
+  __device__ void load_grads(const Slab& slab, int row) const {
     const PackedRows& grads = work_.grads;
-    const uint4* from = grads.units +
-                        (strip.sample * grads.rows + strip.first_row + row) * packed_row_units(grads) +
-                        (first_chunk_ * kParts + warp_) * grads.pitch + strip.col + lane_;
-    uint4* to = &shared_.grads[row % 2][0][0][0] + warp_ * kMostStripCols + lane_;
+    const uint4* from = grads.units + (slab.sample * grads.rows + slab.row + row) * packed_row_units(grads) +
+                        (first_chunk_ * kParts + warp_) * grads.pitch + slab.col + lane_;
+    uint4* to = &shared_.grads[row % 2][0][0][0] + warp_ * kMostSlabCols + lane_;
     for (int plane = warp_; plane < chunks_ * kParts; plane += kWeightWarps) {
-      for (int col = lane_; col < work_.plan.strip_cols; col += kWarpThreads)
+      for (int col = lane_; col < work_.plan.slabs.cols; col += kWarpThreads)
         copy_pack<1>(to + (col - lane_), from + (col - lane_));
       from += kWeightWarps * grads.pitch;
-      to += kWeightWarps * kMostStripCols;
+      to += kWeightWarps * kMostSlabCols;
     }
   }
 
-  __device__ void load_input(const Strip& strip, int row) const {
+  __device__ void load_input(const Slab& slab, int row) const {
     const PackedRows& input = work_.input;
-    const bool exists = has_input(strip, row);
+    const bool exists = has_input(slab, row);
     const uint4* const from =
-        input.units + (strip.sample * input.rows + input_row(strip, row)) * packed_row_units(input) +
-        in_chunk_ * kParts * input.pitch + strip.col + window_.across - work_.shape.padding[1];
+        input.units + (slab.sample * input.rows + input_row(slab, row)) * packed_row_units(input) +
+        in_chunk_ * kParts * input.pitch + slab.col + window_.across - work_.shape.padding[1];
     for (int part = warp_; part < kParts; part += kWeightWarps) {
-      for (int col = lane_; col < work_.plan.strip_cols + kTaps - 1; col += kWarpThreads) {
+      for (int col = lane_; col < work_.plan.slabs.cols + kTaps - 1; col += kWarpThreads) {
         uint4* const to = &shared_.input[row % kInputRows][part][col];
         if (exists) {
           copy_pack<1>(to, from + part * input.pitch + col);
@@ -127,27 +117,27 @@ class WeightGradientBlock {
     }
   }
 
-  // Of the input, counted from the first one that the strip's first row meets.
-  __device__ int input_row(const Strip& strip, int row) const {
-    return strip.first_row + row + window_.down - work_.shape.padding[0];
+  // Of the input, counted from the first one that the slab's first row meets.
+  __device__ int input_row(const Slab& slab, int row) const {
+    return slab.row + row + window_.down - work_.shape.padding[0];
   }
-  __device__ bool has_input(const Strip& strip, int row) const {
-    const int y = input_row(strip, row);
+  __device__ bool has_input(const Slab& slab, int row) const {
+    const int y = input_row(slab, row);
     return y >= 0 && y < work_.input.rows;
   }
 
   // Of the products of a row of the output's gradient and the row of the input that a tap meets.
-  __device__ int exponent_of(const Strip& strip, int row, int tap) const {
-    if (!Mode::kScales || !has_input(strip, row + tap)) return 0;
-    return work_.grads.exponents[strip.sample * work_.grads.rows + strip.first_row + row] +
-           work_.input.exponents[strip.sample * work_.input.rows + input_row(strip, row + tap)];
+  __device__ int exponent_of(const Slab& slab, int row, int tap) const {
+    if (!is_scaled<Mode>(work_.grads.dtype) || !has_input(slab, row + tap)) return 0;
+    return work_.grads.exponents[slab.sample * work_.grads.rows + slab.row + row] +
+           work_.input.exponents[slab.sample * work_.input.rows + input_row(slab, row + tap)];
   }
 
   // The sums of a row are rounded by themselves: the tensor cores cut off what they add up.
-  __device__ void add_row(const Strip& strip, int row) {
+  __device__ void add_row(const Slab& slab, int row) {
     float d[kTaps][kTaps][4]{};
 #pragma unroll 1
-    for (int col = part_ * kStepPixels; col < work_.plan.strip_cols; col += parts_ * kStepPixels) {
+    for (int col = turn_ * kStepPixels; col < work_.plan.slabs.cols; col += turns_ * kStepPixels) {
       uint32_t a[kParts][4];
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -168,12 +158,10 @@ class WeightGradientBlock {
         }
       }
     }
+    int exponents[kTaps];
 #pragma unroll
-    for (int y = 0; y < kTaps; ++y) {
-      const Unscale unscale(exponent_of(strip, row, y));
-#pragma unroll
-      for (int x = 0; x < kTaps; ++x) unscale.add(sums_[y][x], d[y][x]);
-    }
+    for (int y = 0; y < kTaps; ++y) exponents[y] = exponent_of(slab, row, y);
+    add_unscaled(exponents, d, sums_);
   }
 
   // Of 16 pixels of a row, shifted by each tap.
@@ -201,7 +189,7 @@ class WeightGradientBlock {
   }
 
   __device__ void write() const {
-    const int64_t slot = blockIdx.x * parts_ + part_;
+    const int64_t slot = blockIdx.x * turns_ + turn_;
     float* const to =
         work_.slots +
         ((slot * gridDim.y + blockIdx.y) * work_.plan.channel_warps + channel_warp_) * kSlotValues;
@@ -220,7 +208,7 @@ class WeightGradientBlock {
 
   const WeightGradientWork& work_;
   Shared& shared_;
-  const int lane_, warp_, channel_warp_, part_, parts_;
+  const int lane_, warp_, channel_warp_, turn_, turns_;
   const WindowPlace window_;
   const int first_chunk_, chunks_;  // of the output's channels
   const int in_chunk_;
@@ -231,7 +219,7 @@ template <class Mode>
 __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
     conv_weight_gradient(const __grid_constant__ WeightGradientWork work) {
   extern __shared__ __align__(128) uint8_t shared[];
-  WeightGradientBlock<Mode>(work, *reinterpret_cast<WeightShared<Mode>*>(shared)).run();
+  WeightGradientBlock<Mode>(work, *reinterpret_cast<WeightShared<Mode::kParts>*>(shared)).run();
 }
 
 }  // namespace FUSEDCONV_TARGET
