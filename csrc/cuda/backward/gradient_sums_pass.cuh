@@ -24,7 +24,7 @@ class GradientSumsPass : public PassBase {
   __device__ void prepare(const Tile& tile, const ThreadRows& rows) {
     if constexpr (!kReducesChannels) ask_for_gradients(tile, rows);
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for (int k = 0; k < kThreadChannels; ++k) {
       const int c = rows.channel(k);
       if (c >= p_.tiling.out_channels) continue;
       double values[kChannelValues];
@@ -35,34 +35,33 @@ class GradientSumsPass : public PassBase {
     }
   }
 
-  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
-                         const Scaling& scaling) {
-    unscale(d, scaling);
-    float sums[2][kGradientKinds]{};
+  __device__ void finish(Fragment v) {
+    v.unscale();
+    float sums[kThreadChannels][kGradientKinds]{};
     if constexpr (kReducesChannels) {
-      stage_softmax(tile, d);
+      stage_softmax(v);
       // All is computed again from here on: there is no room for what the softmax took.
-#pragma unroll
-      for (float& v : d) asm volatile("" : "+f"(v));
-      add_softmax(rows, d, sums);
+      v.for_each([](float& x, int) { asm volatile("" : "+f"(x)); });
+      add_softmax(v, sums);
     } else {
-      const bool is_pair = p_.backward.has_pairs && tile.col % 2 == 0 && tile.cols % 2 == 0;
+      const bool is_pair = p_.backward.has_pairs && v.tile.col % 2 == 0 && v.tile.cols % 2 == 0;
       const bool is_float = p_.backward.grad.dtype == DType::kFloat32;
       if (is_float && is_pair) {
-        add_gradients<uint32_t, true>(tile, rows, d, sums);
+        add_gradients<uint32_t, true>(v, sums);
       } else if (is_float) {
-        add_gradients<uint32_t, false>(tile, rows, d, sums);
+        add_gradients<uint32_t, false>(v, sums);
       } else if (is_pair) {
-        add_gradients<uint16_t, true>(tile, rows, d, sums);
+        add_gradients<uint16_t, true>(v, sums);
       } else {
-        add_gradients<uint16_t, false>(tile, rows, d, sums);
+        add_gradients<uint16_t, false>(v, sums);
       }
     }
-    write_sums(tile, rows, sums);
+    write_sums(v, sums);
   }
 
  private:
-  __device__ void add(float grad, float v, int k, bool exists, float (&sums)[2][kGradientKinds]) const {
+  __device__ void add(float grad, float v, int k, bool exists,
+                      float (&sums)[kThreadChannels][kGradientKinds]) const {
     float of_pixel[kGradientKinds]{};
     add_after_norm<Chain>(grad, v, channel_[k].channel, channel_[k].norm, of_pixel);
 #pragma unroll
@@ -72,18 +71,19 @@ class GradientSumsPass : public PassBase {
 
   // ---- gradients from memory ----
 
-  // Brings most of the tile's into the L2 cache while products are under way. Four lanes have a row.
+  // Brings most of the tile's into the L2 cache while products are under way.
   __device__ void ask_for_gradients(const Tile& tile, const ThreadRows& rows) const {
     const ConvTiling& t = p_.tiling;
     const int bytes = p_.backward.grad.dtype == DType::kFloat32 ? 4 : 2;
     const int line = cuda::kLineBytes / bytes;
-    for (int column = lane_of_thread() % 4 * line; column < kColumns; column += 4 * line) {
-      const int slot = t.by_pitch.divide(half_of_thread() * kColumns + column);
-      const int col = half_of_thread() * kColumns + column - slot * t.pitch;
+    for (int column = lane_of_thread() % kRowThreads * line; column < kColumns;
+         column += kRowThreads * line) {
+      const int slot = t.by_pitch.divide(Fragment::first_column() + column);
+      const int col = Fragment::first_column() + column - slot * t.pitch;
       const int row = slot * t.stack + rows.stacked(t);
       if (row >= tile.rows || col >= tile.cols) continue;
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
+      for (int k = 0; k < kThreadChannels; ++k) {
         if (rows.channel(k) >= t.out_channels) continue;
         const int64_t plane = tile.sample * t.out_channels + rows.channel(k);
         const int64_t at = (plane * t.out_size[0] + tile.row + row) * t.out_size[1] + tile.col + col;
@@ -95,74 +95,67 @@ class GradientSumsPass : public PassBase {
 
   // kIsPair: all of the tile's are whole pairs in memory.
   template <class Word, bool kIsPair>
-  __device__ void add_gradients(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2],
-                                float (&sums)[2][kGradientKinds]) const {
+  __device__ void add_gradients(const Fragment& v, float (&sums)[kThreadChannels][kGradientKinds]) const {
+    const Tile& tile = v.tile;
+    const ThreadRows& rows = v.rows;
     const ConvTiling& t = p_.tiling;
     const int pixels = t.out_size[0] * t.out_size[1];
-    const Word* from[2];
+    const Word* from[kThreadChannels];
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for (int k = 0; k < kThreadChannels; ++k) {
       const int c = min(rows.channel(k), t.out_channels - 1);
       from[k] = static_cast<const Word*>(p_.backward.grad.data) +
                 (tile.sample * t.out_channels + c) * pixels + tile.row * t.out_size[1] + tile.col;
     }
-    GradientPair pair[kBlocksAtOnce][2];
-    for_each_block(t, [&](int j, int slot, int first) {
+    GradientPair pair[kBlocksAtOnce][kThreadChannels];
+    v.for_each_block([&](int j, int slot, int first) {
       const int row = slot * t.stack + rows.stacked(t);
-      const int col = first + lane_of_thread() % 4 * 2;
+      const int col = first + Fragment::first_of_pair();
       // Of a pixel that does not exist, the tile's first one's: without a condition, all are on their way.
-      const bool exists = rows.pixels.first(j);
+      const bool exists = v.exists(j, 0);
       const int at = exists ? row * t.out_size[1] + col : 0;
-      const int second = rows.pixels.second(j) ? at + 1 : at;
+      const int second = v.exists(j, 1) ? at + 1 : at;
 #pragma unroll
-      for (int k = 0; k < 2; ++k) pair[j % kBlocksAtOnce][k].load(from[k] + at, from[k] + second, kIsPair);
+      for (int k = 0; k < kThreadChannels; ++k)
+        pair[j % kBlocksAtOnce][k].load(from[k] + at, from[k] + second, kIsPair);
       if (j % kBlocksAtOnce + 1 < kBlocksAtOnce) return;
 #pragma unroll
-      for (int i = j + 1 - kBlocksAtOnce; i <= j; ++i) add_pairs<Word, kIsPair>(rows, d, i, pair, sums);
+      for (int i = j + 1 - kBlocksAtOnce; i <= j; ++i) add_pairs<Word, kIsPair>(v, i, pair, sums);
     });
   }
 
-  template <class Word, bool kIsPair, int kCount>
-  __device__ void add_pairs(const ThreadRows& rows, const float (&d)[kCount], int j,
-                            GradientPair (&pairs)[kBlocksAtOnce][2], float (&sums)[2][kGradientKinds]) const {
+  template <class Word, bool kIsPair>
+  __device__ void add_pairs(const Fragment& v, int j, GradientPair (&pairs)[kBlocksAtOnce][kThreadChannels],
+                            float (&sums)[kThreadChannels][kGradientKinds]) const {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for (int k = 0; k < kThreadChannels; ++k) {
       GradientPair& pair = pairs[j % kBlocksAtOnce][k];
       if constexpr (sizeof(Word) == sizeof(uint16_t))
         pair.widen(kIsPair, p_.backward.grad.dtype == DType::kBFloat16);
-      add(pair.value(0), d[4 * j + 2 * k], k, rows.pixels.first(j), sums);
-      add(pair.value(1), d[4 * j + 2 * k + 1], k, rows.pixels.second(j), sums);
+      add(pair.value(0), v.value(k, j, 0), k, v.exists(j, 0), sums);
+      add(pair.value(1), v.value(k, j, 1), k, v.exists(j, 1), sums);
     }
   }
 
   // ---- gradients from the softmax over channels ----
 
-  static constexpr int kPitch = 2 * kColumns + cuda::kStagingPadding;
-
   // Values go through staging memory, where a thread has a column of all channels. In the place of its first
   // two it leaves what the gradient at each of them takes.
-  __device__ void stage_softmax(const Tile& tile, const float (&d)[kColumns / 2]) {
+  __device__ void stage_softmax(const Fragment& v) {
     const ConvTiling& t = p_.tiling;
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      float* to =
-          staging() + staging_row(k) * kPitch + half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; i += 4)
-        *reinterpret_cast<float2*>(to + 2 * i) = {Chain::value(d[i + 2 * k], channel_[k].channel),
-                                                  Chain::value(d[i + 2 * k + 1], channel_[k].channel)};
-    }
+    const Tile& tile = v.tile;
+    stage(v, [this](float x, int k) { return Chain::value(x, channel_[k].channel); });
     sync();
     const int column = thread();
     if (column < 2 * kColumns) {
       for (int f = 0; f < t.stack; ++f) {
-        float* const of_column = staging() + f * t.stack_channels * kPitch + column;
+        float* const of_column = staging() + f * t.stack_channels * kStagingPitch + column;
         LogSumExp<float> sum[1];
         add_channels<16, 1, 1>(sum, 0, 1, min(t.stack_channels, t.out_channels),
-                               [&](int c, float* x) { *x = of_column[c * kPitch]; });
+                               [&](int c, float* x) { *x = of_column[c * kStagingPitch]; });
         const float2 line = softmax_of(tile, column, f, sum[0]);
         of_column[0] = line.x;
-        of_column[kPitch] = line.y;
+        of_column[kStagingPitch] = line.y;
       }
     }
     sync();
@@ -184,46 +177,43 @@ class GradientSumsPass : public PassBase {
     return {most, of_y * reciprocal(sum.sum)};
   }
 
-  __device__ void add_softmax(const ThreadRows& rows, const float (&d)[kColumns / 2],
-                              float (&sums)[2][kGradientKinds]) const {
+  __device__ void add_softmax(const Fragment& v, float (&sums)[kThreadChannels][kGradientKinds]) const {
     const ConvTiling& t = p_.tiling;
-    const float* const first = staging() + rows.stacked(t) * t.stack_channels * kPitch +
-                               half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
+    const float* const first = staging() + v.rows.stacked(t) * t.stack_channels * kStagingPitch +
+                               Fragment::first_column() + Fragment::first_of_pair();
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      const float2 most = *reinterpret_cast<const float2*>(first + 8 * j);
-      const float2 factor = *reinterpret_cast<const float2*>(first + kPitch + 8 * j);
+    for (int j = 0; j < kThreadPairs; ++j) {
+      const float2 most = *reinterpret_cast<const float2*>(first + kBlockColumns * j);
+      const float2 factor = *reinterpret_cast<const float2*>(first + kStagingPitch + kBlockColumns * j);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const float v = d[4 * j + 2 * k];
-        const float w = d[4 * j + 2 * k + 1];
+      for (int k = 0; k < kThreadChannels; ++k) {
+        const float x = v.value(k, j, 0);
+        const float y = v.value(k, j, 1);
         const Channel<float>& channel = channel_[k].channel;
-        add(exp(Chain::value(v, channel) - most.x) * factor.x, v, k, rows.pixels.first(j), sums);
-        add(exp(Chain::value(w, channel) - most.y) * factor.y, w, k, rows.pixels.second(j), sums);
+        add(exp(Chain::value(x, channel) - most.x) * factor.x, x, k, v.exists(j, 0), sums);
+        add(exp(Chain::value(y, channel) - most.y) * factor.y, y, k, v.exists(j, 1), sums);
       }
     }
   }
 
   // ---- the sums ----
 
-  __device__ void write_sums(const Tile& tile, const ThreadRows& rows,
-                             const float (&sums)[2][kGradientKinds]) const {
-    const ConvTiling& t = p_.tiling;
+  __device__ void write_sums(const Fragment& v, const float (&sums)[kThreadChannels][kGradientKinds]) const {
+    const int channels = p_.tiling.out_channels;
     const PartialSums& to = p_.backward.after_norm;
 #pragma unroll
     for (int kind = 0; kind < kGradientKinds; ++kind) {
       if ((kAfterNorm<Chain> >> kind & 1) == 0 || to.of[kind] == nullptr) continue;
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const float sum = sum_of_four(sums[k][kind]);
-        if (threadIdx.x % 4 == 0 && rows.channel(k) < t.out_channels)
-          to.of[kind][(tile.sample * t.out_channels + rows.channel(k)) * to.slices +
-                      (tile.part * t.stack + rows.stacked(t)) * 2 + half_of_thread()] = double(sum);
+      for (int k = 0; k < kThreadChannels; ++k) {
+        const float sum = Fragment::sum_of_row(sums[k][kind]);
+        if (Fragment::is_writer() && v.rows.channel(k) < channels)
+          to.of[kind][(v.tile.sample * channels + v.rows.channel(k)) * to.slices + v.part()] = double(sum);
       }
     }
   }
 
-  SampleChannel channel_[2];
+  SampleChannel channel_[kThreadChannels];
 };
 
 }  // namespace FUSEDCONV_TARGET

@@ -5,8 +5,8 @@
 #pragma once
 
 #include "cuda/device/launch.cuh"
+#include "fragment.cuh"
 #include "products.cuh"
-#include "rows.cuh"
 #include "unit_copies.cuh"
 
 namespace fusedconv {
@@ -230,7 +230,7 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
     } else {
       recompute_tile(p, tile, rows, d, s.staging, barrier);
     }
-    pass.finish(tile, rows, d, scaling);
+    pass.finish(Fragment(t, tile, rows, d, scaling));
   }
   pass.end();
 }

@@ -8,6 +8,9 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+constexpr int kThreadChannels = 2;  // rows of the product that a thread has
+constexpr int kRowThreads = 4;      // threads that share a row, in its half of the columns
+
 // The first of a thread's two rows of a product; the other is 8 further down.
 __device__ inline int row_of_thread() {
   return threadIdx.x % kHalfThreads / kWarpThreads * 16 + threadIdx.x % kWarpThreads / 4;
@@ -77,23 +80,6 @@ struct ThreadRows {
         __all_sync(~0u, exponents[lane] != kNonFinite && exponents[lane + kWarpThreads] != kNonFinite);
   }
 };
-
-// Calls visit(j, row, col) for each 8 columns of a product, which lie in one row of shared memory: col is the
-// first's.
-template <class Visit>
-__device__ void for_each_block(const ConvTiling& t, const Visit& visit) {
-  int row = t.by_pitch.divide(half_of_thread() * kColumns);
-  int col = half_of_thread() * kColumns - row * t.pitch;
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    visit(j, row, col);
-    col += 8;
-    if (col == t.pitch) {
-      col = 0;
-      ++row;
-    }
-  }
-}
 
 // Whether the largest products of one of a thread's rows are much smaller than the panel's largest pixel
 // times the largest weight, so that the panel's one scale would cost their pixels digits. That takes weights
@@ -200,12 +186,6 @@ __device__ Scaling scaling_of(float (&d)[kCount], const ThreadRows& rows, int ex
     }
   }
   return scaling;
-}
-
-template <int kCount>
-__device__ void unscale(float (&d)[kCount], const Scaling& scaling) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) d[i] = fmaf(d[i], scaling.factor[i / 2 % 2], scaling.bias[i / 2 % 2]);
 }
 
 // Adds what is in memory to the accumulators, and leaves the sums there as well.

@@ -21,28 +21,15 @@ class LogSumExpPass : public PassBase {
     if (Chain::kNeedsStatistics) channels_.load_norms(p_, tile, rows);
   }
 
-  __device__ void finish(const Tile& tile, const ThreadRows&, float (&d)[kColumns / 2],
-                         const Scaling& scaling) {
-    unscale(d, scaling);
-    constexpr int kPitch = 2 * kColumns + cuda::kStagingPadding;
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      float* to =
-          staging() + staging_row(k) * kPitch + half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
-      const Channel<float>& channel = channels_.channel[k];
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; i += 4) {
-        *reinterpret_cast<float2*>(to + 2 * i) = {Chain::value(d[i + 2 * k], channel),
-                                                  Chain::value(d[i + 2 * k + 1], channel)};
-      }
-    }
+  __device__ void finish(Fragment v) {
+    v.unscale();
+    stage(v, [this](float x, int k) { return Chain::value(x, channels_.channel[k]); });
     sync();
-    reduce<kPitch>(tile);
+    reduce(v.tile);
   }
 
  private:
   // A thread has a column, whose sum it keeps from one block of rows to the next.
-  template <int kPitch>
   __device__ void reduce(const Tile& tile) {
     const ConvTiling& t = p_.tiling;
     const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
@@ -50,9 +37,10 @@ class LogSumExpPass : public PassBase {
     if (column >= 2 * kColumns) return;
     for (int f = 0; f < t.stack; ++f) {
       if (tile.row_block == 0) sum_ = {};
-      const float* from = staging() + f * t.stack_channels * kPitch + column;
+      const float* from = staging() + f * t.stack_channels * kStagingPitch + column;
       LogSumExp<float> of_block[1];
-      add_channels<16, 1, 1>(of_block, 0, 1, channels, [&](int c, float* x) { *x = from[c * kPitch]; });
+      add_channels<16, 1, 1>(of_block, 0, 1, channels,
+                             [&](int c, float* x) { *x = from[c * kStagingPitch]; });
       sum_.add(of_block[0]);
       if (tile.row_block + 1 == t.row_blocks) write(tile, column, f, sum_.value());
     }

@@ -1,9 +1,31 @@
-// A pass is what becomes of a conv's tiles: an object of one thread, which gets each tile in accumulators, as
-// cuda/conv/kernel.cuh says. Here are what passes share, and the one that only measures.
+// What becomes of a conv's tiles is a pass's affair. Here are the contract, what passes share, and the pass
+// that only measures.
+//
+// A pass is an object of one thread of a group of kGroupThreads, which works at one tile at a time
+// (cuda/conv/kernel.cuh); all threads of the group make the same calls, in this order:
+//
+//   Pass(problem, staging, carry, barrier)  once
+//   set_rows(rows)             before the first tile with these channels
+//   prepare(tile, rows)        before a tile's products: what is loaded here arrives while they are made
+//   before_staging()           before anybody writes to the staging memory: the pass waits there until nobody
+//                              reads from it what the last tile left
+//   finish(fragment)           with v. The pass sees it through the Fragment alone, never by registers
+//   end()                      once, after the last tile
+//
+// On entry of finish() the values are the product's, scaled: v = value * factor + bias of their channel,
+// which unscale() makes them. Values that do not exist (beyond the map, or the last channel) are there too
+// and are anything. Staging memory (kRows rows of kStagingPitch floats) belongs to the pass from
+// before_staging() of its tile to before_staging() of the next; the carry memory (ConvTiling::carry_bytes)
+// always; both to the group alone. The tile it was given stays known until the group's next tile but one. A
+// pass writes nothing else but what it is for: parts of its own of the output, of moments, of sums. The
+// group's barrier is free in all of these calls.
+//
+// kAllRowBlocks: a group gets all blocks of rows of a tile one after the other, not just one. kMayFold: sums
+// of chunks may stand in the staging memory while a tile's products are made.
 #pragma once
 
 #include "core/chain.h"
-#include "cuda/conv/rows.cuh"
+#include "cuda/conv/fragment.cuh"
 #include "cuda/device/barriers.cuh"
 #include "cuda/device/statistics.cuh"
 
@@ -17,61 +39,61 @@ constexpr bool kReadChannel = (Stages::kReadsChannel || ...);
 template <class Mode>
 using NarrowOutput = std::conditional_t<Mode::kParts == 2, float, typename Mode::Element>;
 
-// The parameters of a thread's two channels; kReads: whether any stage reads them.
+// The parameters of a thread's channels; kReads: whether any stage reads them.
 template <bool kReads>
 struct ThreadChannels {
-  Channel<float> channel[2];
+  Channel<float> channel[kThreadChannels];
 
   __device__ void load(const ConvProblem& p, const ThreadRows& rows) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int k = 0; k < kThreadChannels; ++k)
       if (kReads && rows.channel(k) < p.tiling.out_channels)
         channel[k] = make_channel<float>(p.arguments, rows.channel(k));
   }
 
   __device__ void load_norms(const ConvProblem& p, const Tile& tile, const ThreadRows& rows) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int k = 0; k < kThreadChannels; ++k)
       if (rows.channel(k) < p.tiling.out_channels)
         set_norm(channel[k], p.norms[tile.sample * p.tiling.out_channels + rows.channel(k)]);
   }
 };
 
-// Takes affine stages into a scaling.
+// Takes affine stages into a fragment's scaling.
 template <class Start, bool kReads>
-__device__ void compose(Scaling& scaling, const ThreadChannels<kReads>& channels) {
+__device__ void compose(Fragment& v, const ThreadChannels<kReads>& channels) {
+  Scaling& scaling = v.scaling();
 #pragma unroll
-  for (int k = 0; k < 2; ++k) Start::compose(scaling.factor[k], scaling.bias[k], channels.channel[k]);
+  for (int k = 0; k < kThreadChannels; ++k)
+    Start::compose(scaling.factor[k], scaling.bias[k], channels.channel[k]);
 }
 
-// Puts Pre(v) in place of accumulators, as far as it is not affine: that is left to the scaling, for when
-// they are fewer.
-template <class Pre, bool kReads, int kCount>
-__device__ void apply(float (&d)[kCount], const ThreadChannels<kReads>& channels, Scaling& scaling) {
+// Puts Pre(v) in place of v, as far as it is not affine: that is left to the scaling, for when there are
+// fewer values.
+template <class Pre, bool kReads>
+__device__ void apply(Fragment& v, const ThreadChannels<kReads>& channels) {
   using Start = AffineStart<Pre>;
   using Rest = typename Start::Rest;
-  compose<Start>(scaling, channels);
+  compose<Start>(v, channels);
   if constexpr (!std::is_same_v<Rest, Sequence<>>) {
-    unscale(d, scaling);
-    scaling = {};
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) d[i] = Rest::value(d[i], d[i], channels.channel[i / 2 % 2]);
+    v.unscale();
+    v.for_each([&](float& x, int k) { x = Rest::value(x, x, channels.channel[k]); });
   }
 }
+
+// Of the staging memory of a tile, from one row of the product to the next.
+constexpr int kStagingPitch = 2 * kColumns + cuda::kStagingPadding;
 
 // What passes share: the memory of their group of threads, and its barrier.
 class PassBase {
  public:
-  static constexpr bool kMayFold = true;  // whether sums of chunks may stand in the staging memory
+  static constexpr bool kMayFold = true;
 
   __device__ PassBase(const ConvProblem& problem, uint8_t* staging, uint8_t* carry, int barrier)
       : p_(problem), staging_(staging), carry_(carry), barrier_(barrier) {}
 
-  // Called before the first tile with these rows.
   __device__ void set_rows(const ThreadRows&) {}
-  // Called for each tile, before its products.
   __device__ void prepare(const Tile&, const ThreadRows&) {}
-  // Until nobody reads the staging memory any more.
   __device__ void before_staging() {
     wait_for_bulk_copies();
     sync();
@@ -91,8 +113,20 @@ class PassBase {
   __device__ static int thread() { return threadIdx.x % kGroupThreads; }
   __device__ static int warp() { return thread() / kWarpThreads; }
   __device__ float* staging() const { return reinterpret_cast<float*>(staging_); }
-  // The row of staging memory for the k-th row of accumulators.
-  __device__ static int staging_row(int k) { return row_of_thread() + 8 * k; }
+
+  // Puts map(value, k) of a thread's values into the staging memory, row by row of the product.
+  template <class Map>
+  __device__ void stage(const Fragment& v, const Map& map) const {
+#pragma unroll
+    for (int k = 0; k < kThreadChannels; ++k) {
+      float* const to =
+          staging() + Fragment::row(k) * kStagingPitch + Fragment::first_column() + Fragment::first_of_pair();
+#pragma unroll
+      for (int j = 0; j < kThreadPairs; ++j)
+        *reinterpret_cast<float2*>(to + kBlockColumns * j) = {map(v.value(k, j, 0), k),
+                                                              map(v.value(k, j, 1), k)};
+    }
+  }
 
   const ConvProblem& p_;
   uint8_t* const staging_;
@@ -100,96 +134,92 @@ class PassBase {
   const int barrier_;
 };
 
-// Over four neighbouring lanes; each gets it.
-template <class T>
-__device__ T sum_of_four(T x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-// The moments of a thread's two rows, and the three other threads' that share them, about a guess of the
-// mean: so a mean much larger than the deviation costs no digits.
+// The moments of a thread's rows, found together with the threads that share them, about a guess of the mean:
+// so a mean much larger than the deviation costs no digits.
 class RowMoments {
  public:
-  template <int kCount>
-  __device__ RowMoments(PixelMask pixels, float (&d)[kCount]) {
-    constexpr int kBlocks = kCount / 4;
+  float count;
+  float mean[kThreadChannels];
+  float m2[kThreadChannels];
+
+  __device__ explicit RowMoments(const Fragment& v) {
     // Waste mostly stands at the end of a row: one mask there is the usual case. Elsewhere it gets the guess.
-    const uint32_t inner = (1u << (kBlocks - 1)) - 1;
-    const bool usual = (~pixels.bits & (inner | inner << 16)) == 0;
+    constexpr uint32_t kInner = (1u << (kThreadPairs - 1)) - 1;
+    const bool usual = (~v.rows.pixels.bits & (kInner | kInner << 16)) == 0;
     if (__all_sync(~0u, usual)) {
-      guess_first(d);
+      guess_first(v);
     } else {
-      guess_all(pixels, d);
+      guess_all(v);
     }
-    count = float(sum_of_four(pixels.count()));
+    count = float(Fragment::sum_of_row(v.rows.pixels.count()));
     const float share = count == 0 ? 0.0f : reciprocal(count);
-    float sum[2][2]{};  // two side by side for each row, to wait less
-    float squares[2][2]{};
+    float sum[kThreadChannels][2]{};  // two side by side for each row, to wait less
+    float squares[kThreadChannels][2]{};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int k = i / 2 % 2;
-      float deviation = d[i] - mean[k];
-      if (i / 4 == kBlocks - 1 && !(i % 2 == 0 ? pixels.first(i / 4) : pixels.second(i / 4))) deviation = 0;
-      sum[k][i % 2] += deviation;
-      squares[k][i % 2] = fmaf(deviation, deviation, squares[k][i % 2]);
+    for (int j = 0; j < kThreadPairs; ++j) {
+#pragma unroll
+      for (int k = 0; k < kThreadChannels; ++k) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float deviation = v.value(k, j, i) - mean[k];
+          if (j == kThreadPairs - 1 && !v.exists(j, i)) deviation = 0;
+          sum[k][i] += deviation;
+          squares[k][i] = fmaf(deviation, deviation, squares[k][i]);
+        }
+      }
     }
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const float rest = sum_of_four(sum[k][0] + sum[k][1]);
+    for (int k = 0; k < kThreadChannels; ++k) {
+      const float rest = Fragment::sum_of_row(sum[k][0] + sum[k][1]);
       const float offset = rest * share;
-      m2[k] = maximum(0.0f, fmaf(-rest, offset, sum_of_four(squares[k][0] + squares[k][1])));
+      m2[k] = maximum(0.0f, fmaf(-rest, offset, Fragment::sum_of_row(squares[k][0] + squares[k][1])));
       mean[k] += offset;
     }
   }
 
-  float count;
-  float mean[2];
-  float m2[2];
-
  private:
-  template <int kCount>
-  __device__ void guess_first(const float (&d)[kCount]) {
+  // From the first two pairs of each thread.
+  __device__ void guess_first(const Fragment& v) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      mean[k] = sum_of_four(d[2 * k] + d[2 * k + 1] + (d[4 + 2 * k] + d[5 + 2 * k])) * (1.0f / 16);
+    for (int k = 0; k < kThreadChannels; ++k)
+      mean[k] =
+          Fragment::sum_of_row(v.value(k, 0, 0) + v.value(k, 0, 1) + (v.value(k, 1, 0) + v.value(k, 1, 1))) *
+          (1.0f / (4 * kRowThreads));
   }
 
-  template <int kCount>
-  __device__ void guess_all(PixelMask pixels, float (&d)[kCount]) {
-    const int valid = sum_of_four(pixels.count());
+  __device__ void guess_all(const Fragment& v) {
+    const int valid = Fragment::sum_of_row(v.rows.pixels.count());
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for (int k = 0; k < kThreadChannels; ++k) {
       float sum = 0;
 #pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-        if (pixels.first(j)) sum += d[4 * j + 2 * k];
-        if (pixels.second(j)) sum += d[4 * j + 2 * k + 1];
+      for (int j = 0; j < kThreadPairs; ++j) {
+        if (v.exists(j, 0)) sum += v.value(k, j, 0);
+        if (v.exists(j, 1)) sum += v.value(k, j, 1);
       }
-      mean[k] = valid == 0 ? 0.0f : sum_of_four(sum) / float(valid);
+      mean[k] = valid == 0 ? 0.0f : Fragment::sum_of_row(sum) / float(valid);
 #pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-        if (!pixels.first(j)) d[4 * j + 2 * k] = mean[k];
-        if (!pixels.second(j)) d[4 * j + 2 * k + 1] = mean[k];
+      for (int j = 0; j < kThreadPairs; ++j) {
+        if (!v.exists(j, 0)) v.value(k, j, 0) = mean[k];
+        if (!v.exists(j, 1)) v.value(k, j, 1) = mean[k];
       }
     }
   }
 };
 
-// Writes the moments of a tile of the conv's output, or of what was made of it.
-__device__ void write_moments(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
-                              float (&d)[kColumns / 2], const Scaling& scaling) {
-  const ConvTiling& t = p.tiling;
-  const RowMoments moments(rows.pixels, d);
-  if (threadIdx.x % 4 != 0) return;
-  const int parts = parts_per_channel(t);
+// Writes the moments of a tile of v, or of what was made of it.
+__device__ inline void write_moments(const ConvProblem& p, const Fragment& v) {
+  const RowMoments moments(v);
+  if (!Fragment::is_writer()) return;
+  const int parts = parts_per_channel(p.tiling);
+  const Scaling& scaling = v.scaling();
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    if (rows.channel(k) >= t.out_channels) continue;
+  for (int k = 0; k < kThreadChannels; ++k) {
+    if (v.rows.channel(k) >= p.tiling.out_channels) continue;
     const float factor = scaling.factor[k];
-    const int64_t channel = tile.sample * t.out_channels + rows.channel(k);
-    p.parts[channel * parts + (tile.part * t.stack + rows.stacked(t)) * 2 + half_of_thread()] = {
-        moments.count, fmaf(moments.mean[k], factor, scaling.bias[k]), moments.m2[k] * factor * factor};
+    const int64_t channel = v.tile.sample * p.tiling.out_channels + v.rows.channel(k);
+    p.parts[channel * parts + v.part()] = {moments.count, fmaf(moments.mean[k], factor, scaling.bias[k]),
+                                           moments.m2[k] * factor * factor};
   }
 }
 
@@ -203,10 +233,9 @@ class MomentsPass : public PassBase {
   __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
   __device__ void before_staging() {}  // it stages nothing; sums of chunks are each thread's own
 
-  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
-                         Scaling scaling) {
-    apply<Pre>(d, channels_, scaling);
-    write_moments(p_, tile, rows, d, scaling);
+  __device__ void finish(Fragment v) {
+    apply<Pre>(v, channels_);
+    write_moments(p_, v);
   }
 
  private:

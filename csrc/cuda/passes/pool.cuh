@@ -19,20 +19,20 @@ class PoolPass : public PassBase {
 
   __device__ void set_rows(const ThreadRows& rows) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int k = 0; k < kThreadChannels; ++k)
       sign_[k] = rows.channel(k) < p_.tiling.out_channels ? direction(rows.channel(k)) : 1.0f;
     channels_.load(p_, rows);
   }
 
-  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
-                         Scaling scaling) {
-    apply<typename Chain::Pre>(d, channels_, scaling);
+  __device__ void finish(Fragment v) {
+    apply<typename Chain::Pre>(v, channels_);
     // Even windows take pairs, which a thread has itself.
     const bool pairs = !kKeepsPlaces && p_.tiling.by_pool[1].value % 2 == 0;
-    pairs ? stage<2>(rows, d, scaling) : stage<1>(rows, d, scaling);
-    if constexpr (!kKeepsPlaces) write_moments(p_, tile, rows, d, scaling);
+    pairs ? stage_pairs(v) : stage_values(v);
+    write_signs(v);
+    if constexpr (!kKeepsPlaces) write_moments(p_, v);
     sync();
-    pairs ? pool<2>(tile) : pool<1>(tile);
+    pairs ? pool<2>(v.tile) : pool<1>(v.tile);
   }
 
  private:
@@ -51,33 +51,34 @@ class PoolPass : public PassBase {
 
   // Values of a row of the staging memory: kUnit columns are one.
   template <int kUnit>
-  static constexpr int kPitch = (2 * kColumns + cuda::kStagingPadding) / kUnit;
+  static constexpr int kPitch = kStagingPitch / kUnit;
 
-  // Puts a thread's values into staging memory, where the larger one wins in each channel: times sign_. For
-  // places, as they are.
-  template <int kUnit>
-  __device__ void stage(const ThreadRows& rows, const float (&d)[kColumns / 2],
-                        const Scaling& scaling) const {
-    const int column = half_of_thread() * kColumns + lane_of_thread() % 4 * 2;
+  // v where the larger one wins in each channel: times sign_. For places, as it is.
+  __device__ float ordered(const Fragment& v, float x, int k) const {
+    const float sign = kKeepsPlaces ? 1.0f : sign_[k];
+    return fmaf(x, v.scaling().factor[k] * sign, v.scaling().bias[k] * sign);
+  }
+
+  __device__ void stage_values(const Fragment& v) const {
+    stage(v, [&](float x, int k) { return ordered(v, x, k); });
+  }
+
+  // Of each pair the larger one.
+  __device__ void stage_pairs(const Fragment& v) const {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      float* to = staging() + staging_row(k) * kPitch<kUnit> + column / kUnit;
-      const float factor = kKeepsPlaces ? scaling.factor[k] : scaling.factor[k] * sign_[k];
-      const float bias = kKeepsPlaces ? scaling.bias[k] : scaling.bias[k] * sign_[k];
+    for (int k = 0; k < kThreadChannels; ++k) {
+      float* const to = staging() + Fragment::row(k) * kPitch<2> +
+                        (Fragment::first_column() + Fragment::first_of_pair()) / 2;
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; i += 4) {
-        const float2 x{fmaf(d[i + 2 * k], factor, bias), fmaf(d[i + 2 * k + 1], factor, bias)};
-        if constexpr (kUnit == 2) {
-          to[i] = maximum(x.x, x.y);
-        } else {
-          *reinterpret_cast<float2*>(to + 2 * i) = x;
-        }
-      }
+      for (int j = 0; j < kThreadPairs; ++j)
+        to[kBlockColumns / 2 * j] = maximum(ordered(v, v.value(k, j, 0), k), ordered(v, v.value(k, j, 1), k));
     }
-    if (rows.stacked(p_.tiling) == 0 && lane_of_thread() % 4 == 0 && half_of_thread() == 0) {
-      signs()[staging_row(0)] = sign_[0];
-      signs()[staging_row(1)] = sign_[1];
-    }
+  }
+
+  __device__ void write_signs(const Fragment& v) const {
+    if (v.rows.stacked(p_.tiling) > 0 || !Fragment::is_writer() || Fragment::first_column() > 0) return;
+#pragma unroll
+    for (int k = 0; k < kThreadChannels; ++k) signs()[Fragment::row(k)] = sign_[k];
   }
 
   // The windows of a sub-tile; those that reach into further ones are carried on. A thread takes a window of
@@ -224,7 +225,7 @@ class PoolPass : public PassBase {
   __device__ float* carry() const { return signs() + kRows; }
 
   ThreadChannels<kReadChannel<typename Chain::Pre>> channels_;
-  float sign_[2];
+  float sign_[kThreadChannels];
 };
 
 }  // namespace FUSEDCONV_TARGET

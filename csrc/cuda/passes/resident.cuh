@@ -41,20 +41,18 @@ class ResidentPass : public PassBase {
   __device__ void end() { before_staging(); }
 
   // Keeps a tile and its moments.
-  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
-                         Scaling scaling) {
-    kept_tile_ = &tile;
-    compose<typename Chain::Start>(scaling, channels_);
-    unscale(d, scaling);
+  __device__ void finish(Fragment v) {
+    kept_tile_ = &v.tile;
+    compose<typename Chain::Start>(v, channels_);
+    v.unscale();
     using Rest = typename Chain::Left::Pre;
     constexpr bool kKeepsFirst = Chain::kKeepsConv && !std::is_same_v<Rest, Sequence<>>;
-    if constexpr (kKeepsFirst) keep(tile, rows, d);
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) d[i] = Rest::value(d[i], d[i], channels_.channel[i / 2 % 2]);
-    measure(rows, d);
+    if constexpr (kKeepsFirst) keep(v);
+    v.for_each([this](float& x, int k) { x = Rest::value(x, x, channels_.channel[k]); });
+    measure(v);
     sync();
-    SampleStatistics(p_, kept(), tile.sample).write(tile);  // as early as may be: others wait for it
-    if constexpr (!kKeepsFirst) keep(tile, rows, d);
+    SampleStatistics(p_, kept(), v.tile.sample).write(v.tile);  // as early as may be: others wait for it
+    if constexpr (!kKeepsFirst) keep(v);
   }
 
  private:
@@ -64,18 +62,17 @@ class ResidentPass : public PassBase {
 
   __device__ KeptTile& kept() const { return *reinterpret_cast<KeptTile*>(carry_); }
 
-  __device__ void keep(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2]) {
-    scatter(p_.tiling, tile, rows, d, staging(), run_pitch<float>(p_.tiling), tile.cols, 1);
+  __device__ void keep(const Fragment& v) {
+    scatter(p_.tiling, v, staging(), run_pitch<float>(p_.tiling), v.tile.cols, 1);
   }
 
-  template <int kCount>
-  __device__ void measure(const ThreadRows& rows, float (&d)[kCount]) {
-    const RowMoments moments(rows.pixels, d);
-    if (threadIdx.x % 4 != 0) return;
+  __device__ void measure(const Fragment& v) {
+    const RowMoments moments(v);
+    if (!Fragment::is_writer()) return;
     const int stack = p_.tiling.stack;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int part = (rows.channel(k) * stack + rows.stacked(p_.tiling)) * 2 + half_of_thread();
+    for (int k = 0; k < kThreadChannels; ++k) {
+      const int part = (v.rows.channel(k) * stack + v.rows.stacked(p_.tiling)) * 2 + Fragment::half();
       kept().parts[part] = {moments.count, moments.mean[k], moments.m2[k]};
     }
   }

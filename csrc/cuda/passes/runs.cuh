@@ -2,7 +2,7 @@
 // they are put together, and so whole lines of the output are written.
 #pragma once
 
-#include "cuda/conv/rows.cuh"
+#include "cuda/conv/fragment.cuh"
 #include "cuda/device/packs.cuh"
 
 namespace fusedconv {
@@ -30,38 +30,38 @@ __device__ inline void write_pair(__nv_bfloat16* to, float x, float y) {
 
 // Each thread's values to where they belong. to: the first channel's first pixel of the tile.
 template <class Out>
-__device__ void scatter(const ConvTiling& t, const Tile& tile, const ThreadRows& rows,
-                        const float (&d)[kColumns / 2], Out* to, int channel_stride, int row_stride,
+__device__ void scatter(const ConvTiling& t, const Fragment& v, Out* to, int channel_stride, int row_stride,
                         int col_stride) {
-  Out* of_row[2];
+  const Tile& tile = v.tile;
+  const ThreadRows& rows = v.rows;
+  Out* of_row[kThreadChannels];
 #pragma unroll
-  for (int k = 0; k < 2; ++k)
+  for (int k = 0; k < kThreadChannels; ++k)
     of_row[k] = to + (rows.channel(k) - tile.row_block * kRows) * channel_stride +
-                rows.stacked(t) * row_stride + lane_of_thread() % 4 * 2 * col_stride;
+                rows.stacked(t) * row_stride + Fragment::first_of_pair() * col_stride;
   const bool pairs = col_stride == 1 && row_stride % 2 == 0 && channel_stride % 2 == 0 &&
                      tile.cols % 2 == 0 && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Out)) == 0 &&
-                     rows.channel(1) < t.out_channels;
-  if (pairs && t.pitch % kColumns == 0) {
-    // A thread's columns lie in one row: the usual case, and the fastest.
-    const int slot = t.by_pitch.divide(half_of_thread() * kColumns);
-    const int start = slot * t.stack * row_stride + half_of_thread() * kColumns - slot * t.pitch;
+                     rows.channel(kThreadChannels - 1) < t.out_channels;
+  if (pairs && v.has_one_row()) {
+    const int slot = t.by_pitch.divide(Fragment::first_column());
+    const int start = slot * t.stack * row_stride + Fragment::first_column() - slot * t.pitch;
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      if (!rows.pixels.first(j)) continue;
+    for (int j = 0; j < kThreadPairs; ++j) {
+      if (!v.exists(j, 0)) continue;
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
-        write_pair(of_row[k] + start + 8 * j, d[4 * j + 2 * k], d[4 * j + 2 * k + 1]);
+      for (int k = 0; k < kThreadChannels; ++k)
+        write_pair(of_row[k] + start + kBlockColumns * j, v.value(k, j, 0), v.value(k, j, 1));
     }
     return;
   }
-  for_each_block(t, [&](int j, int row, int col) {
+  v.for_each_block([&](int j, int row, int col) {
     const int place = row * t.stack * row_stride + col * col_stride;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for (int k = 0; k < kThreadChannels; ++k) {
       Out* pixel = of_row[k] + place;
       const bool exists = rows.channel(k) < t.out_channels;
-      if (exists && rows.pixels.first(j)) pixel[0] = narrow<Out>(d[4 * j + 2 * k]);
-      if (exists && rows.pixels.second(j)) pixel[col_stride] = narrow<Out>(d[4 * j + 2 * k + 1]);
+      if (exists && v.exists(j, 0)) pixel[0] = narrow<Out>(v.value(k, j, 0));
+      if (exists && v.exists(j, 1)) pixel[col_stride] = narrow<Out>(v.value(k, j, 1));
     }
   });
 }

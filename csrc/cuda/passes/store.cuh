@@ -23,20 +23,18 @@ class StorePass : public PassBase {
     if (Chain::kNeedsStatistics) channels_.load_norms(p_, tile, rows);
   }
 
-  __device__ void finish(const Tile& tile, const ThreadRows& rows, float (&d)[kColumns / 2],
-                         Scaling scaling) {
-    compose<typename Chain::Start>(scaling, channels_);
-    unscale(d, scaling);
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      const Channel<float>& channel = channels_.channel[i / 2 % 2];
-      const float y = Chain::Left::value(d[i], channel);
-      d[i] = Chain::Final::value(y, y, channel);
-    }
+  __device__ void finish(Fragment v) {
+    compose<typename Chain::Start>(v, channels_);
+    v.unscale();
+    v.for_each([this](float& x, int k) {
+      const Channel<float>& channel = channels_.channel[k];
+      const float y = Chain::Left::value(x, channel);
+      x = Chain::Final::value(y, y, channel);
+    });
     if (p_.output.dtype == DType::kFloat32) {
-      store<float>(tile, rows, d);
+      store<float>(v);
     } else if constexpr (Mode::kParts == 1) {
-      store<typename Mode::Element>(tile, rows, d);
+      store<typename Mode::Element>(v);
     }
   }
 
@@ -46,18 +44,19 @@ class StorePass : public PassBase {
   // Where the rows of a channel follow each other in the output, a tile's are one run of each channel: it is
   // put together in shared memory and written as whole lines. Else each thread writes what it has.
   template <class Out>
-  __device__ void store(const Tile& tile, const ThreadRows& rows, const float (&d)[kColumns / 2]) {
+  __device__ void store(const Fragment& v) {
+    const Tile& tile = v.tile;
     const Tensor& output = p_.output;
     Out* const to = static_cast<Out*>(output.data);
     if (!has_runs(output)) {
       // Within a sample offsets fit in ints.
-      return scatter(p_.tiling, tile, rows, d, to + offset_in_output(p_, tile, 0), int(output.stride[1]),
+      return scatter(p_.tiling, v, to + offset_in_output(p_, tile, 0), int(output.stride[1]),
                      int(output.stride[2]), int(output.stride[3]));
     }
     const ConvTiling& t = p_.tiling;
     Out* const staged = reinterpret_cast<Out*>(staging_);
     const int pitch = run_pitch<Out>(t);
-    scatter(t, tile, rows, d, staged, pitch, tile.cols, 1);
+    scatter(t, v, staged, pitch, tile.cols, 1);
     fence_async_proxy();
     sync();
     const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
