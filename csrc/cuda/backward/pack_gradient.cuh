@@ -460,7 +460,7 @@ __global__ void __launch_bounds__(kGradientThreads, kGradientBlocks)
   unsigned largest = largest_of_block(__float_as_uint(of_thread), memory.largest);
   write_row_sums(pack, row, memory);
   if (pack.to.units == nullptr) return;
-  if (largest >= kInfinityBits)
+  if (!is_finite(largest))
     largest = largest_of_block(largest_finite(pack, memory.values), memory.largest + kGradientWarps);
   pack_row<kGradientThreads>(pack.to, row.index, memory.values, pack.shape.pitch, largest);
 }

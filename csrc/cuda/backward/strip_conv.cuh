@@ -2,6 +2,7 @@
 // pixels: first the even ones, then the odd ones, so a lane has pairs of neighbours.
 #pragma once
 
+#include "cuda/device/plain_conv.cuh"
 #include "strip_weights.cuh"
 
 namespace fusedconv {
@@ -119,23 +120,9 @@ class StripConv {
                                                    int col) {
     const ConvShape& shape = work.shape;
     if (channel >= shape.out_channels || col >= shape.out_size[1]) return 0;
-    const Elements input{work.input.data, work.input.dtype};
-    const Elements weight{work.weight.data, work.weight.dtype};
-    float sum = 0;
-    for (int tap = 0; tap < kTaps * kTaps; ++tap) {
-      const int y = row + tap / kTaps - shape.padding[0];
-      const int x = col + tap % kTaps - shape.padding[1];
-      // The padding's zeros count: times infinity they are NaN.
-      const bool exists = y >= 0 && y < shape.in_size[0] && x >= 0 && x < shape.in_size[1];
-      const int64_t* const of_input = work.input.stride;
-      const int64_t* const of_weight = work.weight.stride;
-      int64_t from = sample * of_input[0] + y * of_input[2] + x * of_input[3];
-      int64_t at = channel * of_weight[0] + tap / kTaps * of_weight[2] + tap % kTaps * of_weight[3];
-      for (int c = 0; c < shape.in_channels; ++c, from += of_input[1], at += of_weight[1])
-        sum = fmaf(exists ? load_values<float, 1>(input, from).element[0] : 0.0f,
-                   load_values<float, 1>(weight, at).element[0], sum);
-    }
-    return sum + value_of<float>(work.bias, channel);
+    const ConvTaps taps{{shape.padding[0], shape.padding[1]}, {1, 1}};
+    return plain_conv_at(work.input, work.weight, taps, sample, channel, row, col) +
+           value_of<float>(work.bias, channel);
   }
 
   const StripWork& work_;

@@ -38,7 +38,7 @@ class StripInput {
       for (int c = 0; c < kUnitChannels; ++c) {
         const float x = __uint_as_float(word_[k][c]);
         largest.x = max(largest.x, finite_magnitude(x));
-        largest.y = max(largest.y, __float_as_uint(x) & 0x7fffffffu);
+        largest.y = max(largest.y, magnitude_of(x));
       }
     });
     largest = {largest_of_warp(largest.x), largest_of_warp(largest.y)};
@@ -68,7 +68,7 @@ class StripInput {
       pack_unit<SplitHalves>(x, parts);
 #pragma unroll
       for (int p = 0; p < kMostParts; ++p)
-        if (p < work_.parts) store_pack(reinterpret_cast<uint32_t*>(&shared_.input[place][p][col]), parts[p]);
+        if (p < work_.parts) shared_.input[place][p][col] = words_of(parts[p]);
     });
   }
 
@@ -85,19 +85,17 @@ class StripInput {
     }
   }
 
-  // As in cuda/conv/rows.cuh: whether the largest products of a channel of the output, of those that a warp
-  // looks at, are much smaller than the row's largest value times the channel's largest weight.
+  // Whether some channel of the output does, of those that a warp looks at. exponent: of the row's scale.
   __device__ bool loses_digits(int row, int exponent) const {
     bool loses = false;
     for (int channel = sum_thread(); channel < Shared::kChannels; channel += kSumThreads) {
-      int largest = kNoShare;
+      ProductDigits digits;
       for (int c = 0; c < kUnitChannels; ++c) {
         const unsigned (&of_warps)[kSumWarps] = shared_.input_magnitudes[row & 1][c];
-        const unsigned magnitude = max(max(of_warps[0], of_warps[1]), max(of_warps[2], of_warps[3]));
-        const int share = shared_.shares[channel][c];
-        if (magnitude != 0 && share != kNoShare) largest = max(largest, exponent_of(magnitude) + share);
+        digits.add(max(max(of_warps[0], of_warps[1]), max(of_warps[2], of_warps[3])),
+                   shared_.shares[channel][c]);
       }
-      loses |= largest != kNoShare && largest + exponent < kScaledExponent - kExactBits;
+      loses |= digits.are_lost(exponent);
     }
     return __any_sync(~0u, loses);
   }

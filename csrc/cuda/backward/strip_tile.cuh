@@ -138,7 +138,7 @@ class StripTile {
     }
     sums_.add(sums, work_.of_all);
     unsigned of_warp = largest_of_warp(__float_as_uint(largest));
-    if (of_warp >= kInfinityBits) of_warp = largest_of_warp(largest_finite(v));
+    if (!is_finite(of_warp)) of_warp = largest_of_warp(largest_finite(v));
     const int exponent = scale_exponent(of_warp);
     Words high, low;
     split(v, power_of_two(exponent), high, low);

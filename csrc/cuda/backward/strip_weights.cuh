@@ -37,10 +37,8 @@ class StripWeights {
   __device__ float weight(int out_channel, int in_channel, int down, int across) const {
     if (in_channel >= work_.shape.in_channels || out_channel >= work_.shape.out_channels) return 0;
     const int64_t* stride = work_.weight.stride;
-    return load_values<float, 1>(
-               {work_.weight.data, work_.weight.dtype},
-               out_channel * stride[0] + in_channel * stride[1] + down * stride[2] + across * stride[3])
-        .element[0];
+    return value_at<float>(work_.weight, out_channel * stride[0] + in_channel * stride[1] + down * stride[2] +
+                                             across * stride[3]);
   }
 
   // By a warp: a channel's scale, and how its weights share it.
@@ -49,17 +47,17 @@ class StripWeights {
     const float balance = exists && work_.balance != nullptr ? work_.balance[c] : 1.0f;
     unsigned most = 0;
     unsigned of_channel[kUnitChannels];  // of the input, the largest ones
-    bool is_finite = true;
+    bool are_finite = true;
     for (int in_channel = 0; in_channel < kUnitChannels; ++in_channel) {
       const int tap = min(lane_of_thread(), kTapsOfChannel - 1);
       const float x = weight(c, in_channel, tap / kTaps, tap % kTaps);
-      is_finite &= (__float_as_uint(x) & kInfinityBits) != kInfinityBits;
+      are_finite &= is_finite(magnitude_of(x));
       of_channel[in_channel] = largest_of_warp(finite_magnitude(x));
       most = max(most, of_channel[in_channel]);
     }
-    is_finite = __all_sync(~0u, is_finite);
+    are_finite = __all_sync(~0u, are_finite);
     if (lane_of_thread() > 0) return;
-    if (!is_finite) shared_.weights_are_finite = 0;
+    if (!are_finite) shared_.weights_are_finite = 0;
     write_shares(c, of_channel, most);
     atomicMax(&shared_.weight_largest, finite_magnitude(__uint_as_float(most) / balance));
     shared_.balance[c] = balance;
@@ -69,10 +67,10 @@ class StripWeights {
 
   __device__ void write_shares(int c, const unsigned (&of_channel)[kUnitChannels], unsigned most) {
     for (int i = 0; i < kUnitChannels; ++i) {
-      const int share = of_channel[i] == 0 ? kNoShare : exponent_of(of_channel[i]) - exponent_of(most);
+      const int share = share_of(of_channel[i], most);
       shared_.shares[c][i] = share;
-      const bool is_wide = share != kNoShare && share < -kExactBits;
-      if (is_wide && work_.parts == kMostParts) shared_.weights_are_wide = 1;  // one part loses digits anyway
+      if (is_wide(share) && work_.parts == kMostParts)
+        shared_.weights_are_wide = 1;  // one part loses digits anyway
     }
   }
 

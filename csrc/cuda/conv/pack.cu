@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(kPackThreads, kPackBlocks)
   extern __shared__ unsigned magnitudes[];
   const int block = blockIdx.x;
   if (block < weight_blocks) {
-    const int row = block * kPackWarps + pack_warp();
-    p.input.dtype == DType::kBFloat16 ? pack_weights<__nv_bfloat16>(p, row) : pack_weights<__half>(p, row);
+    pack_weights(p, block * kPackWarps + pack_warp());
   } else {
     const int panel = block - weight_blocks;
     if (p.tile_parts != nullptr) clear_tile_parts(p, panel);

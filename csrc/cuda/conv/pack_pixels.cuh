@@ -130,18 +130,13 @@ struct PackTeam {
 
 // Writes a unit's parts; the second one, if there is one, so many units behind the first.
 __device__ inline void store_unit(const Unit<float>& unit, float scale, int parts, uint4* to, int64_t part) {
-  uint4 high, low;
-  __half2* highs = reinterpret_cast<__half2*>(&high);
-  __half2* lows = reinterpret_cast<__half2*>(&low);
+  float x[kUnitElements];
 #pragma unroll
-  for (int i = 0; i < kUnitElements / 2; ++i) {
-    const float2 x{unit.value[2 * i], unit.value[2 * i + 1]};
-    highs[i] = __float22half2_rn({x.x * scale, x.y * scale});
-    const float2 rounded = __half22float2(highs[i]);
-    lows[i] = __float22half2_rn({fmaf(x.x, scale, -rounded.x), fmaf(x.y, scale, -rounded.y)});
-  }
-  *to = high;
-  if (parts == 2) to[part] = low;
+  for (int i = 0; i < kUnitElements; ++i) x[i] = unit.value[i] * scale;
+  PackedUnit packed[SplitHalves::kParts];
+  pack_unit<SplitHalves>(x, packed);
+  *to = words_of(packed[0]);
+  if (parts == SplitHalves::kParts) to[part] = words_of(packed[1]);
 }
 
 __device__ inline void store_unit(const Unit<uint16_t>& unit, float, int, uint4* to, int64_t) {
@@ -174,14 +169,14 @@ struct UnitMagnitudes<uint16_t> {
   }
 };
 
-// By a warp: into those of the channels, as the bits of floats.
+// By a warp: into those of the channels.
 template <class Held>
 __device__ void write_magnitudes(const UnitMagnitudes<Held>& of_units, const ConvProblem& p, int channel,
                                  unsigned* magnitudes) {
   const ConvTiling& t = p.tiling;
 #pragma unroll
   for (int i = 0; i < kUnitElements; ++i) {
-    const unsigned of_warp = largest_of_warp(__float_as_uint(of_units.value(i, p.input.dtype)) & 0x7fffffff);
+    const unsigned of_warp = largest_of_warp(magnitude_of(of_units.value(i, p.input.dtype)));
     const int c = channel + (i & (t.unit_channels - 1));
     if (lane_of_thread() == i && c < t.in_channels) atomicMax(&magnitudes[c], of_warp);
   }
@@ -233,7 +228,7 @@ class PanelPacker {
       most = largest(magnitudes_, t.in_channels);
     }
     const int exponent = kScales ? scale_exponent(most) : 0;
-    if (threadIdx.x == 0) p_.pixel_exponents[panel_] = most < kInfinityBits ? exponent : kNonFinite;
+    if (threadIdx.x == 0) p_.pixel_exponents[panel_] = is_finite(most) ? exponent : kNonFinite;
     for (int c = threadIdx.x; c < t.in_channels; c += kPackThreads)
       p_.magnitudes[int64_t(panel_) * t.in_channels + c] = magnitudes_[c];
   }

@@ -11,7 +11,7 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 __device__ inline float weight_at(const ConvProblem& p, int64_t offset) {
-  return load_values<float, 1>({p.weight.data, p.weight.dtype}, offset).element[0];
+  return value_at<float>(p.weight, offset);
 }
 
 // The weight that row m of a block of rows has at one value of a unit along the sum.
@@ -37,15 +37,14 @@ __device__ inline float weight_of(const ConvProblem& p, int row_block, int m, in
       p, out_channel * stride[0] + in_channel * stride[1] + kernel_row * stride[2] + kernel_col * stride[3]);
 }
 
-// The largest magnitude of the weights between two channels, as the bits of a float; NaN wins.
+// The largest magnitude of the weights between two channels; NaN wins.
 __device__ inline unsigned channel_magnitude(const ConvProblem& p, int out_channel, int in_channel) {
   const int64_t* stride = p.weight.stride;
   const int64_t first = out_channel * stride[0] + in_channel * stride[1];
   unsigned magnitude = 0;
   for (int kh = 0; kh < p.tiling.kernel[0]; ++kh)
     for (int kw = 0; kw < p.tiling.kernel[1]; ++kw)
-      magnitude =
-          max(magnitude, __float_as_uint(fabsf(weight_at(p, first + kh * stride[2] + kw * stride[3]))));
+      magnitude = max(magnitude, magnitude_of(weight_at(p, first + kh * stride[2] + kw * stride[3])));
   return magnitude;
 }
 
@@ -53,51 +52,51 @@ __device__ inline unsigned channel_magnitude(const ConvProblem& p, int out_chann
 __device__ inline int describe_row(const ConvProblem& p, int row, int out_channel) {
   const ConvTiling& t = p.tiling;
   const bool exists = out_channel < t.out_channels;
-  int* share = p.shares + int64_t(row) * t.in_channels;
+  int* share = p.shares + int64_t(row) * t.in_channels;  // magnitudes at first
   unsigned most = 0;
   for (int c = lane_of_thread(); c < t.in_channels; c += kWarpThreads) {
     const unsigned magnitude = exists ? channel_magnitude(p, out_channel, c) : 0;
-    share[c] = magnitude == 0 ? kNoShare : exponent_of(magnitude);
+    share[c] = int(magnitude);
     most = max(most, magnitude);
   }
   most = largest_of_warp(most);
-  int least = 0;
+  bool are_wide = false;
   for (int c = lane_of_thread(); c < t.in_channels; c += kWarpThreads) {
-    if (share[c] == kNoShare) continue;  // zeros lose no digits
-    share[c] -= exponent_of(most);
-    least = min(least, share[c]);
+    share[c] = share_of(unsigned(share[c]), most);
+    are_wide |= is_wide(share[c]);
   }
-  const bool is_wide = most != 0 && __any_sync(~0u, least < -kExactBits);
+  are_wide = __any_sync(~0u, are_wide);
   const int exponent = is_scaled(p.input.dtype) ? scale_exponent(most) : 0;
   if (lane_of_thread() == 0) {
-    p.weight_exponents[row] = most < kInfinityBits ? exponent : kNonFinite;
+    p.weight_exponents[row] = is_finite(most) ? exponent : kNonFinite;
     p.row_bias[row] = exists ? value_of<float>(p.conv_bias, out_channel) : 0.0f;
-    p.is_wide[row] = is_scaled(p.input.dtype) && is_wide;
+    p.is_wide[row] = is_scaled(p.input.dtype) && are_wide;
   }
   return exponent;
 }
 
 // By a warp: one row of a block of rows, in all chunks.
-template <class Element>
-__device__ void pack_weights(const ConvProblem& p, int row) {
+__device__ inline void pack_weights(const ConvProblem& p, int row) {
   const ConvTiling& t = p.tiling;
   const int row_block = row / kRows;
   const int m = row % kRows;
   const int values = t.half_steps * kUnitElements;
   const int exponent = describe_row(p, row, row_block * kRows + m % t.stack_channels);
   const float scale = power_of_two(exponent);
+  const bool is_bfloat16 = p.input.dtype == DType::kBFloat16;
+  const int part = t.half_steps * kRows;  // units
   for (int chunk = 0; chunk < t.chunks; ++chunk) {
-    Element* to = reinterpret_cast<Element*>(p.weights) +
-                  (row_block * t.chunks + chunk) * int64_t(p.operand_parts * values * kRows) +
-                  m * kUnitElements;
-    for (int i = lane_of_thread(); i < values; i += kWarpThreads) {
-      float w = weight_of(p, row_block, m, chunk, i / kUnitElements, i % kUnitElements) * scale;
-      Element* unit = to + i / kUnitElements * (kRows * kUnitElements) + i % kUnitElements;
-      for (int part = 0; part < p.operand_parts; ++part) {
-        const Element rounded = static_cast<Element>(w);
-        unit[part * values * kRows] = rounded;
-        w -= static_cast<float>(rounded);
-      }
+    uint4* const units = p.weights + int64_t(row_block * t.chunks + chunk) * p.operand_parts * part + m;
+    for (int i = 2 * lane_of_thread(); i < values; i += 2 * kWarpThreads) {
+      const int half_step = i / kUnitElements;
+      const int element = i % kUnitElements;
+      const float first = weight_of(p, row_block, m, chunk, half_step, element) * scale;
+      const float second = weight_of(p, row_block, m, chunk, half_step, element + 1) * scale;
+      const SplitPair pair =
+          is_bfloat16 ? SplitPair{narrow_pair<__nv_bfloat16>(first, second), 0} : split_pair(first, second);
+      uint32_t* const word = reinterpret_cast<uint32_t*>(units + half_step * kRows) + element / 2;
+      *word = pair.high;
+      if (p.operand_parts == SplitHalves::kParts) word[part * kUnitElements / 2] = pair.low;
     }
   }
 }

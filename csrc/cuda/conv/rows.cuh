@@ -1,7 +1,8 @@
 // What a thread of those that multiply has of a tile: two rows of accumulators, in half of the columns.
 #pragma once
 
-#include "cuda/device/split.cuh"
+#include "cuda/device/plain_conv.cuh"
+#include "cuda/device/scales.cuh"
 #include "products.cuh"
 #include "tiles.cuh"
 
@@ -81,10 +82,7 @@ struct ThreadRows {
   }
 };
 
-// Whether the largest products of one of a thread's rows are much smaller than the panel's largest pixel
-// times the largest weight, so that the panel's one scale would cost their pixels digits. That takes weights
-// of very different size between channels, which is rare, and pixels to match. exponent: of the panel's
-// scale.
+// Whether one of a thread's rows does. exponent: of the panel's scale.
 __device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                                     int exponent) {
   const int channels = p.tiling.in_channels;
@@ -94,54 +92,19 @@ __device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, cons
 #pragma unroll 1
   for (int k = 0; k < 2; ++k) {
     const int* share = p.shares + int64_t(rows.row_block * kRows + row_of_thread() + 8 * k) * channels;
-    int largest = kNoShare;
+    ProductDigits digits;
 #pragma unroll 1
-    for (int c = 0; c < channels; ++c)
-      if (magnitude[c] != 0 && share[c] != kNoShare)
-        largest = max(largest, exponent_of(magnitude[c]) + share[c]);
-    loses |= largest != kNoShare && largest + exponent < kScaledExponent - kExactBits;
+    for (int c = 0; c < channels; ++c) digits.add(magnitude[c], share[c]);
+    loses |= digits.are_lost(exponent);
   }
   return loses;
-}
-
-// The conv at one pixel in plain arithmetic, where infinities and NaN mean what they mean in PyTorch.
-template <class In>
-__device__ float conv_of(const ConvProblem& p, int64_t sample, int channel, int row, int col) {
-  const ConvTiling& t = p.tiling;
-  float sum = 0;
-  const In* input = static_cast<const In*>(p.input.data) + sample * p.input.stride[0];
-  const In* weight = static_cast<const In*>(p.weight.data) + channel * p.weight.stride[0];
-  for (int kh = 0; kh < t.kernel[0]; ++kh) {
-    for (int kw = 0; kw < t.kernel[1]; ++kw) {
-      const int h = row - t.padding[0] + kh * t.dilation[0];
-      const int w = col - t.padding[1] + kw * t.dilation[1];
-      const bool exists = unsigned(h) < unsigned(t.in_size[0]) && unsigned(w) < unsigned(t.in_size[1]);
-      const In* x = input + h * p.input.stride[2] + w * p.input.stride[3];
-      const In* k = weight + kh * p.weight.stride[2] + kw * p.weight.stride[3];
-      for (int c = 0; c < t.in_channels; ++c) {  // the padding's zeros count: times infinity they are NaN
-        const float pixel = exists ? static_cast<float>(x[c * p.input.stride[1]]) : 0.0f;
-        sum = fmaf(pixel, static_cast<float>(k[c * p.weight.stride[1]]), sum);
-      }
-    }
-  }
-  return sum;
-}
-
-__device__ inline float conv_at(const ConvProblem& p, int64_t sample, int channel, int row, int col) {
-  switch (p.input.dtype) {
-    case DType::kBFloat16:
-      return conv_of<__nv_bfloat16>(p, sample, channel, row, col);
-    case DType::kFloat16:
-      return conv_of<__half>(p, sample, channel, row, col);
-    default:
-      return conv_of<float>(p, sample, channel, row, col);
-  }
 }
 
 // Puts the conv's output in place of a thread's accumulators, by way of memory, as registers have no index.
 __device__ inline void recompute(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                                  float (&d)[kColumns / 2], float* staging) {
   const ConvTiling& t = p.tiling;
+  const ConvTaps taps{{t.padding[0], t.padding[1]}, {t.dilation[0], t.dilation[1]}};
   float* own = staging + threadIdx.x % kGroupThreads;
   for (int i = 0; i < kColumns / 2; ++i) {
     const int column = half_of_thread() * kColumns + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
@@ -151,8 +114,9 @@ __device__ inline void recompute(const ConvProblem& p, const Tile& tile, const T
     const int row = slot * t.stack + rows.stacked(t);
     const int col = column - slot * t.pitch;
     if (row < tile.rows && col < tile.cols && channel < t.out_channels) {
-      own[i * kGroupThreads] = conv_at(p, tile.sample, channel, tile.row + row, tile.col + col) +
-                               (is_first ? rows.bias[0] : rows.bias[1]);
+      own[i * kGroupThreads] =
+          plain_conv_at(p.input, p.weight, taps, tile.sample, channel, tile.row + row, tile.col + col) +
+          (is_first ? rows.bias[0] : rows.bias[1]);
     }
   }
 #pragma unroll
@@ -166,22 +130,21 @@ struct Scaling {
   float bias[2] = {0, 0};
 };
 
-// Of the accumulators; where 2^power is no float they get a part of it here.
+// Of the accumulators; where one step does not undo the scales they get the first one here.
 template <int kCount>
 __device__ Scaling scaling_of(float (&d)[kCount], const ThreadRows& rows, int exponent) {
   Scaling scaling;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const int power = -(exponent + rows.exponent[k]);
-    const int within = min(max(power, -kMostExponent), kMostExponent);
-    scaling.factor[k] = power_of_two(within);
+    const int of_products = exponent + rows.exponent[k];
+    const Unscale unscale(of_products);
+    scaling.factor[k] = unscale.factor;
     scaling.bias[k] = rows.bias[k];
-    if (power != within) {
-      const float rest = power_of_two(power - within);
+    if (!Unscale::is_one_step(of_products)) {
 #pragma unroll
       for (int i = 2 * k; i < kCount; i += 4) {
-        d[i] *= rest;
-        d[i + 1] *= rest;
+        d[i] *= unscale.rest;
+        d[i + 1] *= unscale.rest;
       }
     }
   }

@@ -85,6 +85,11 @@ __device__ Pack<T, kCount> load_values(const Elements& from, int64_t offset) {
   return values_of(load_raw<T, kCount>(from, offset), from.dtype);
 }
 
+template <class T>
+__device__ T value_at(const Tensor& from, int64_t offset) {
+  return load_values<T, 1>({from.data, from.dtype}, offset).element[0];
+}
+
 template <class Element, class T, int kCount>
 __device__ void store_as(void* to, int64_t offset, const Pack<T, kCount>& values) {
   Pack<Element, kCount> narrowed;

@@ -113,7 +113,7 @@ __device__ inline bool is_wide(int share) { return share != kNoShare && share < 
 // Finds whether the largest products of a channel of the output are much smaller than the largest of all
 // pixels that have one scale times the channel's largest weight, so that this scale would cost their pixels
 // digits. That takes weights of very different size between channels, which is rare, and pixels to match.
-class LostDigits {
+class ProductDigits {
  public:
   // pixels: the magnitude of a channel of the input. share: of its weights.
   __device__ void add(unsigned pixels, int share) {
@@ -121,7 +121,7 @@ class LostDigits {
   }
 
   // exponent: of the pixels' scale.
-  __device__ bool found(int exponent) const {
+  __device__ bool are_lost(int exponent) const {
     return largest_ != kNoShare && largest_ + exponent < kScaledExponent - kExactBits;
   }
 

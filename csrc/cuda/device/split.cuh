@@ -94,7 +94,12 @@ __device__ void pack_pair(float first, float second, uint32_t (&parts)[Mode::kPa
 
 constexpr int kUnitChannels = 8;  // of a pixel: 16 bytes of a part
 
+// In words: in registers an array has no index but what is known when compiled.
 using PackedUnit = Pack<uint32_t, kUnitChannels / 2>;
+
+__device__ inline uint4 words_of(const PackedUnit& unit) {
+  return {unit.element[0], unit.element[1], unit.element[2], unit.element[3]};
+}
 
 template <class Mode>
 __device__ void pack_unit(const float (&x)[kUnitChannels], PackedUnit (&parts)[Mode::kParts]) {

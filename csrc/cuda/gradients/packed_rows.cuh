@@ -64,9 +64,7 @@ __device__ void pack_row_as(const PackedRows& to, int64_t row, const float* valu
     pack_unit<Mode>(x, parts);
     uint4* const unit = units + chunk * Mode::kParts * to.pitch + col;
 #pragma unroll
-    for (int p = 0; p < Mode::kParts; ++p)
-      unit[p * to.pitch] = {parts[p].element[0], parts[p].element[1], parts[p].element[2],
-                            parts[p].element[3]};
+    for (int p = 0; p < Mode::kParts; ++p) unit[p * to.pitch] = words_of(parts[p]);
   }
 }
 
