@@ -40,10 +40,10 @@ class Mode:
         return self.name
 
 
-IEEE = Mode("ieee", torch.float32, "ieee", BOUNDS[torch.float32], "ieee")
-TF32 = Mode("tf32", torch.float32, "tf32", 6e-4, "tf32")
-BF16 = Mode("bf16", torch.bfloat16, None, BOUNDS[torch.bfloat16], "bfloat16")
-FP16 = Mode("fp16", torch.float16, None, BOUNDS[torch.float16], "float16|half")
+IEEE = Mode("ieee", torch.float32, "ieee", BOUNDS[torch.float32], "SplitHalves")
+TF32 = Mode("tf32", torch.float32, "tf32", 6e-4, r"(?<!Split)Halves")
+BF16 = Mode("bf16", torch.bfloat16, None, BOUNDS[torch.bfloat16], "BFloat16s")
+FP16 = Mode("fp16", torch.float16, None, BOUNDS[torch.float16], r"(?<!Split)Halves")
 MODES = (IEEE, TF32, BF16, FP16)
 LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 

@@ -60,7 +60,7 @@ def test_a_conv_of_ours(run: Runner, row: Row, mode: Mode) -> None:
     assert explanation.kernels in ("sm_80", "sm_90a")
     passes = [name for name in ran.kernels if "conv_kernel" in name]
     assert passes
-    assert all(explanation.kernels.replace("sm_", "Sm") in name for name in passes), passes
+    assert all(explanation.kernels.replace("sm_", "cuda_sm") in name for name in passes), passes
     assert ran.computing == [*explanation.pytorch] == []
     assert requested_bytes(call) == output.nbytes + explanation.workspace_bytes
     assert explanation.products == (3 if mode is IEEE else 1)
