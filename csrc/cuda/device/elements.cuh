@@ -23,9 +23,49 @@ inline Elements elements_from(const void* data, DType dtype, int64_t first) {
   return {const_cast<char*>(static_cast<const char*>(data)) + first * bytes_of(dtype), dtype};
 }
 
+// Calls visit with a value of the dtype's type, known when compiled: for loops that load single elements.
+template <class T, class Visit>
+__device__ void visit_element(DType dtype, const Visit& visit) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (dtype == DType::kBFloat16) return visit(__nv_bfloat16{});
+    if (dtype == DType::kFloat16) return visit(__half{});
+  }
+  visit(T{});
+}
+
 // From the bits of a dtype of two bytes.
 __device__ inline float from_half_bits(uint16_t bits, bool is_bfloat16) {
   return is_bfloat16 ? from_bfloat16(bits) : __half2float(__ushort_as_half(bits));
+}
+
+// From dtypes of two bytes, a pair of them in each word: one branch for all, and none of a pair taken apart.
+template <int kCount>
+__device__ Pack<float, kCount> from_half_words(const uint32_t* words, DType dtype) {
+  const auto half_bits = [&](int k) { return uint16_t(words[k / 2] >> (k % 2 * 16)); };
+  Pack<float, kCount> values;
+  if (dtype == DType::kBFloat16) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) values.element[k] = from_bfloat16(half_bits(k));
+  } else {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) values.element[k] = __half2float(__ushort_as_half(half_bits(k)));
+  }
+  return values;
+}
+
+// Of elements of a type that is known when compiled or, uint16_t, of any dtype of two bytes.
+template <class T, class Element, int kCount>
+__device__ Pack<T, kCount> widened(const Pack<Element, kCount>& pack, [[maybe_unused]] DType dtype) {
+  if constexpr (std::is_same_v<Element, uint16_t>) {
+    uint32_t words[kCount / 2];
+    memcpy(words, &pack, sizeof(pack));
+    return from_half_words<kCount>(words, dtype);
+  } else {
+    Pack<T, kCount> values;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) values.element[k] = widen<T>(pack.element[k]);
+    return values;
+  }
 }
 
 // Elements as they lie in memory: to convert them at once would be to wait for each load by itself.
@@ -61,21 +101,10 @@ __device__ RawPack<T, kCount> load_raw(const Elements& from, int64_t offset) {
 template <class T, int kCount>
 __device__ Pack<T, kCount> values_of(const RawPack<T, kCount>& raw, DType dtype) {
   Pack<T, kCount> values;
-  if constexpr (sizeof(T) == sizeof(double)) {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) values.element[k] = raw.word[k];
-  } else {
-    const auto half_bits = [&raw](int k) { return uint16_t(raw.word[k / 2] >> (k % 2 * 16)); };
-    if (dtype == DType::kFloat32) {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) values.element[k] = __uint_as_float(raw.word[k]);
-    } else if (dtype == DType::kBFloat16) {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) values.element[k] = from_bfloat16(half_bits(k));
-    } else {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) values.element[k] = __half2float(__ushort_as_half(half_bits(k)));
-    }
+  if (sizeof(T) == sizeof(double) || dtype == DType::kFloat32) {
+    memcpy(&values, raw.word, sizeof(values));
+  } else if constexpr (sizeof(T) == sizeof(float)) {
+    values = from_half_words<kCount>(raw.word, dtype);
   }
   return values;
 }
@@ -106,6 +135,18 @@ __device__ void store_values(const Elements& to, int64_t offset, const Pack<T, k
     store_as<__nv_bfloat16>(to.data, offset, values);
   } else {
     store_as<__half>(to.data, offset, values);
+  }
+}
+
+// To a tensor of Element's dtype or, if that has two bytes, float32.
+template <class Element, class T, int kCount>
+__device__ void store_output(const Tensor& to, int64_t offset, const Pack<T, kCount>& values) {
+  if constexpr (std::is_same_v<Element, uint16_t>) {
+    store_values({to.data, to.dtype}, offset, values);
+  } else if (sizeof(Element) == sizeof(T) || to.dtype != DType::kFloat32) {
+    store_as<Element>(to.data, offset, values);
+  } else {
+    store_as<T>(to.data, offset, values);
   }
 }
 

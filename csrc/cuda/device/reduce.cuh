@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "core/pointwise.h"
-#include "packs.cuh"
+#include "elements.cuh"
 #include "warp.cuh"
 
 namespace fusedconv {
@@ -122,33 +122,21 @@ struct ReducingThread {
       result[p] = Chain::Final::value(y, y, Channel<T>{});
     }
   }
-};
 
-// The results of a sample's pixels, of which the lanes that share them have kPixels neighbours.
-template <class In>
-class OutputPixels {
- public:
-  using T = Compute<In>;
-
-  __device__ OutputPixels(const Tensor& output, int64_t sample) : output_(output), sample_(sample) {}
-
-  template <int kPixels>
-  __device__ void store(const ReducingThread& thread, int64_t pixel, const T (&y)[kPixels]) const {
-    const int64_t* stride = output_.stride;
-    const int64_t cols = output_.size[3];
+  // The results of kPixels pixels of a sample, from some pixel on: the lanes that share them take turns.
+  template <int kPixels, class T>
+  __device__ void store(const Tensor& output, int64_t sample, int64_t pixel, const T (&y)[kPixels]) const {
+    const int64_t* stride = output.stride;
+    const int64_t cols = output.size[3];
 #pragma unroll
     for (int k = 0; k < kPixels; ++k) {
-      if (k % thread.lanes != thread.channel) continue;
+      if (k % lanes != channel) continue;
       const int64_t row = (pixel + k) / cols;
       const int64_t col = (pixel + k) % cols;
-      OutputMemory<In>(output_).store(sample_ * stride[0] + row * stride[2] + col * stride[3],
-                                      Pack<T, 1>{y[k]});
+      store_values({output.data, output.dtype}, sample * stride[0] + row * stride[2] + col * stride[3],
+                   Pack<T, 1>{y[k]});
     }
   }
-
- private:
-  const Tensor& output_;
-  const int64_t sample_;
 };
 
 }  // namespace FUSEDCONV_TARGET

@@ -28,12 +28,10 @@ inline Tensor dense_tensor(const Tensor& like, void* data, bool channels_last) {
   return {data, like.dtype, {n, c, h, w}, {c * h * w, h * w, w, 1}};
 }
 
-// One call on elements of one type. From a null workspace it only tells how much it needs.
-template <class Chain, class In>
+// One call that computes in T. From a null workspace it only tells how much it needs.
+template <class Chain, class T>
 class GivenRun {
  public:
-  using T = Compute<In>;
-
   GivenRun(const Problem& problem, void* memory, const cuda::Card& card)
       : problem_(problem),
         workspace_(memory),
@@ -41,14 +39,9 @@ class GivenRun {
         output_(problem.output),
         overlaps_kernels_(card.overlaps_kernels) {
     const bool channels_last = !fits(false) && is_dense(input_, true);
-    if (!is_dense(input_, channels_last))
-      input_ = dense_tensor(input_, workspace_.take<In>(element_count(input_)), channels_last);
-    if (kStores && !is_dense(output_, channels_last)) {
-      void* const dense = output_.dtype == input_.dtype
-                              ? static_cast<void*>(workspace_.take<In>(element_count(output_)))
-                              : static_cast<void*>(workspace_.take<T>(element_count(output_)));
-      output_ = dense_tensor(output_, dense, channels_last);
-    }
+    if (!is_dense(input_, channels_last)) input_ = dense_tensor(input_, take_memory(input_), channels_last);
+    if (kStores && !is_dense(output_, channels_last))
+      output_ = dense_tensor(output_, take_memory(output_), channels_last);
     plan(channels_last, card);
   }
 
@@ -65,9 +58,9 @@ class GivenRun {
 
   static cudaError_t load() {
     if constexpr (!kStores) {
-      if (const cudaError_t status = load_kernel(direct_kernel<Chain, In>())) return status;
+      if (const cudaError_t status = load_kernel(direct_kernel<Chain, T>())) return status;
     }
-    if constexpr (kStores || kNeedsStatistics) return load_pieces<Chain, In>();
+    if constexpr (kStores || kNeedsStatistics) return load_pieces<Chain, T>();
     return cudaSuccess;
   }
 
@@ -80,12 +73,16 @@ class GivenRun {
     return is_dense(input_, channels_last) && (!kStores || is_dense(output_, channels_last));
   }
 
+  void* take_memory(const Tensor& tensor) {
+    return workspace_.take<char>(Checked(element_count(tensor)) * bytes_of(tensor.dtype));
+  }
+
   void plan(bool channels_last, const cuda::Card& card) {
-    constexpr cuda::GivenTraits kTraits = given_traits<Chain, In>();
+    const cuda::GivenTraits traits = given_traits<Chain, T>(input_.dtype);
     const GivenShape shape = shape_of_work(channels_last);
-    const int widest = widest_load(kTraits, shape);
-    work_ = given_work<T>(shape, plan_given(kTraits, shape, may_start(widest) ? widest : 1, card),
-                          input_.data, problem_.arguments);
+    const int widest = widest_load(traits, shape);
+    work_ = given_work<T>(shape, plan_given(traits, shape, may_start(widest) ? widest : 1, card), input_,
+                          problem_.arguments);
     work_.output = output_;
     work_.statistics = problem_.statistics;
     if (kNeedsStatistics && !work_.plan.resident) {
@@ -97,9 +94,9 @@ class GivenRun {
   // Whether loads and stores of so many elements may start where the tensors do. The elements divide a row:
   // so it is the same for every sample.
   bool may_start(int elements) const {
-    const size_t out_bytes = output_.dtype == input_.dtype ? sizeof(In) : sizeof(T);
-    return is_aligned(input_.data, elements * sizeof(In)) &&
-           (!kStores || is_aligned(output_.data, std::min<size_t>(elements * out_bytes, kVectorBytes)));
+    return is_aligned(input_.data, elements * bytes_of(input_.dtype)) &&
+           (!kStores ||
+            is_aligned(output_.data, std::min<size_t>(elements * bytes_of(output_.dtype), kVectorBytes)));
   }
 
   GivenShape shape_of_work(bool channels_last) const {
@@ -118,14 +115,14 @@ class GivenRun {
     GivenWork<T> work = work_;
     const bool overlaps = kNeedsStatistics && overlaps_kernels_;
     if constexpr (kNeedsStatistics) {
-      if (work.plan.resident) return launch_pieces<Chain, In>(work, GivenStep::kWhole, false, stream);
-      if (const cudaError_t status = launch_norms<Chain, In>(work, norms_, overlaps, stream)) return status;
+      if (work.plan.resident) return launch_pieces<Chain, T>(work, GivenStep::kWhole, false, stream);
+      if (const cudaError_t status = launch_norms<Chain, T>(work, norms_, overlaps, stream)) return status;
       work.norms = norms_;
     }
     if constexpr (kStores) {
-      return launch_pieces<Chain, In>(work, GivenStep::kFinish, overlaps, stream);
+      return launch_pieces<Chain, T>(work, GivenStep::kFinish, overlaps, stream);
     } else {
-      return launch_direct<Chain, In>(work, overlaps, stream);
+      return launch_direct<Chain, T>(work, overlaps, stream);
     }
   }
 
@@ -138,14 +135,14 @@ class GivenRun {
   const bool overlaps_kernels_;
 };
 
-// Calls visit with a value of the input's type; the output has the input's dtype or, if that is of half
-// precision, float32.
+// Calls visit with a value of the type that is computed in; the output has the input's dtype or, if that is
+// of half precision, float32.
 template <class Visit>
-cudaError_t visit_dtype(const Problem& problem, const Visit& visit) {
+cudaError_t visit_compute(const Problem& problem, const Visit& visit) {
   const DType in = problem.input.dtype;
   const DType out = problem.output.dtype;
   if (in != out && (out != DType::kFloat32 || in == DType::kFloat64)) return cudaErrorInvalidValue;
-  return visit_element(in, visit);
+  return in == DType::kFloat64 ? visit(double{}) : visit(float{});
 }
 
 template <class Chain>
@@ -154,8 +151,8 @@ struct GivenChain {
   static size_t workspace(const Problem& problem, const cuda::Card& card) {
     if (problem.conv != nullptr || element_count(problem.input) == 0) return 0;
     size_t bytes = 0;
-    visit_dtype(problem, [&](auto element) {
-      bytes = GivenRun<Chain, decltype(element)>(problem, nullptr, card).workspace_bytes();
+    visit_compute(problem, [&](auto zero) {
+      bytes = GivenRun<Chain, decltype(zero)>(problem, nullptr, card).workspace_bytes();
       return cudaSuccess;
     });
     return bytes;
@@ -165,8 +162,8 @@ struct GivenChain {
                             cudaStream_t stream) {
     if (problem.conv != nullptr) return cudaErrorInvalidValue;
     if (element_count(problem.input) == 0) return cudaSuccess;
-    return visit_dtype(problem, [&](auto element) {
-      return GivenRun<Chain, decltype(element)>(problem, workspace, card).launch(stream);
+    return visit_compute(problem, [&](auto zero) {
+      return GivenRun<Chain, decltype(zero)>(problem, workspace, card).launch(stream);
     });
   }
 
@@ -174,9 +171,7 @@ struct GivenChain {
   static cudaError_t load() {
     if (const cudaError_t status = load_copy()) return status;
     if (const cudaError_t status = GivenRun<Chain, float>::load()) return status;
-    if (const cudaError_t status = GivenRun<Chain, double>::load()) return status;
-    if (const cudaError_t status = GivenRun<Chain, __nv_bfloat16>::load()) return status;
-    return GivenRun<Chain, __half>::load();
+    return GivenRun<Chain, double>::load();
   }
 };
 

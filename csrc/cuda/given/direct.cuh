@@ -22,10 +22,9 @@ __device__ Channel<T> channel_at(const GivenWork<T>& work, int64_t sample, int64
 }
 
 // A thread for each output; neighbours have outputs that are neighbours in memory.
-template <class Chain, class In>
+template <class Chain, class T>
 __global__ void __launch_bounds__(kDirectThreads, 1)
-    given_max_pool(const __grid_constant__ GivenWork<Compute<In>> work, int64_t blocks_per_sample) {
-  using T = Compute<In>;
+    given_max_pool(const __grid_constant__ GivenWork<T> work, int64_t blocks_per_sample) {
   wait_for_earlier_kernels();
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
@@ -43,22 +42,27 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
   const int64_t cols = shape.window_pixels / size[0];
   const int64_t first = row * size[0] * cols + col * size[1];
   const int64_t step = shape.channels_last ? shape.channels : 1;  // from pixel to pixel
-  const In* const from = static_cast<const In*>(work.input) + sample * shape.channels * shape.pixels +
-                         (shape.channels_last ? c : c * shape.pixels) + first * step;
+  const int64_t at =
+      sample * shape.channels * shape.pixels + (shape.channels_last ? c : c * shape.pixels) + first * step;
   const Channel<T> channel = channel_at(work, sample, c);
-  const T most = window_maximum<T>(size[0], size[1], [&](int64_t r, int64_t q) {
-    return Chain::value(widen<T>(from[(r * cols + q) * step]), channel);
+  T most;
+  visit_element<T>(work.input.dtype, [&](auto element) {
+    const auto* const from = static_cast<const decltype(element)*>(work.input.data) + at;
+    most = window_maximum<T>(size[0], size[1], [&](int64_t r, int64_t q) {
+      return Chain::value(widen<T>(from[(r * cols + q) * step]), channel);
+    });
   });
   const int64_t* stride = output.stride;
-  OutputMemory<In>(output).store(sample * stride[0] + c * stride[1] + row * stride[2] + col * stride[3],
-                                 Pack<T, 1>{Chain::Final::value(most, most, channel)});
+  store_values({output.data, output.dtype},
+               sample * stride[0] + c * stride[1] + row * stride[2] + col * stride[3],
+               Pack<T, 1>{Chain::Final::value(most, most, channel)});
 }
 
-template <class Chain, class In, int kCount, bool kOfChannels>
-__device__ void reduce_channels(const GivenWork<Compute<In>>& work, int64_t sample, int64_t block) {
-  using T = Compute<In>;
-  constexpr int kChannels = kOfChannels ? kCount : 1;  // that one wide load meets
-  constexpr int kPixels = kOfChannels ? 1 : kCount;
+template <class Chain, class ThreadLoad, class T>
+__device__ void reduce_channels(const GivenWork<T>& work, int64_t sample, int64_t block) {
+  constexpr int kCount = ThreadLoad::kCount;
+  constexpr int kChannels = ThreadLoad::kChannels;
+  constexpr int kPixels = ThreadLoad::kPixels;
   const GivenShape& shape = work.shape;
   const ReducingThread thread(shape.channels_last, work.plan.reducing_lanes);
   const int64_t p = (block * thread.pixels + thread.pixel) * kPixels;
@@ -66,43 +70,41 @@ __device__ void reduce_channels(const GivenWork<Compute<In>>& work, int64_t samp
   const int64_t first =
       sample * shape.channels * shape.pixels + (shape.channels_last ? p * shape.channels : p);
   const int64_t step = shape.channels_last ? 1 : shape.pixels;
-  const In* const from = static_cast<const In*>(work.input) + first;
+  const auto* const from = static_cast<const typename ThreadLoad::Element*>(work.input.data) + first;
   T y[kPixels];
   thread.logsumexp<Chain, kChannels>(y, exists ? shape.channels : 0, [&](int64_t c, T* x) {
-    const auto v = load_pack<kCount>(from + c * step);
+    const auto v = widened<T>(load_pack<kCount>(from + c * step), work.input.dtype);
     Channel<T> channel;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       if (k < kChannels) channel = channel_at(work, sample, c + k);
-      x[k] = Chain::value(widen<T>(v.element[k]), channel);
+      x[k] = Chain::value(v.element[k], channel);
     }
   });
-  if (exists) OutputPixels<In>(work.output, sample).store(thread, p, y);
+  if (exists) thread.store(work.output, sample, p, y);
 }
 
-template <class Chain, class In>
-__global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<Compute<In>>)
-    given_logsumexp(const __grid_constant__ GivenWork<Compute<In>> work, int64_t blocks_per_sample) {
+template <class Chain, class T>
+__global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<T>)
+    given_logsumexp(const __grid_constant__ GivenWork<T> work, int64_t blocks_per_sample) {
   wait_for_earlier_kernels();
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
   const int64_t block = block_index() % blocks_per_sample;
-  visit_width<In>(work, [&](auto count, auto of_channels) {
-    reduce_channels<Chain, In, decltype(count)::value, decltype(of_channels)::value>(work, sample, block);
-  });
+  visit_raw_load(work, [&](auto load) { reduce_channels<Chain, decltype(load)>(work, sample, block); });
 }
 
-template <class Chain, class In>
+template <class Chain, class T>
 auto direct_kernel() {
   if constexpr (Chain::Reduce::kPools) {
-    return given_max_pool<Chain, In>;
+    return given_max_pool<Chain, T>;
   } else {
-    return given_logsumexp<Chain, In>;
+    return given_logsumexp<Chain, T>;
   }
 }
 
-template <class Chain, class In>
-cudaError_t launch_direct(const GivenWork<Compute<In>>& work, bool overlaps, cudaStream_t stream) {
+template <class Chain, class T>
+cudaError_t launch_direct(const GivenWork<T>& work, bool overlaps, cudaStream_t stream) {
   const GivenShape& shape = work.shape;
   int64_t results = shape.pixels;
   int results_of_block = kDirectThreads;
@@ -114,7 +116,7 @@ cudaError_t launch_direct(const GivenWork<Compute<In>>& work, bool overlaps, cud
   }
   const int64_t blocks = cuda::divide_up(results, results_of_block);
   const LaunchShape launch{grid_of(shape.samples * blocks, 1), kDirectThreads, 0, overlaps};
-  return launch_kernel(direct_kernel<Chain, In>(), launch, stream, work, blocks);
+  return launch_kernel(direct_kernel<Chain, T>(), launch, stream, work, blocks);
 }
 
 }  // namespace FUSEDCONV_TARGET

@@ -1,4 +1,4 @@
-// Launches of a tensor's pieces, and what becomes of their moments.
+// Launches of a given v's pieces, and what becomes of their moments.
 #pragma once
 
 #include "core/checked.h"
@@ -8,36 +8,21 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Calls visit with a value of the type.
-template <class Visit>
-cudaError_t visit_element(DType dtype, const Visit& visit) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return visit(float{});
-    case DType::kFloat64:
-      return visit(double{});
-    case DType::kBFloat16:
-      return visit(__nv_bfloat16{});
-    case DType::kFloat16:
-      return visit(__half{});
-  }
-  return cudaErrorInvalidValue;
-}
-
-template <class Chain, class In>
-constexpr cuda::GivenTraits given_traits() {
-  return {Chain::kNeedsStatistics, Chain::Reduce::kReducesChannels, int(sizeof(In)), int(sizeof(Compute<In>)),
-          kVectorBytes / int(sizeof(In))};
+template <class Chain, class T>
+cuda::GivenTraits given_traits(DType dtype) {
+  const int bytes = int(bytes_of(dtype));
+  return {Chain::kNeedsStatistics, Chain::Reduce::kReducesChannels, bytes, int(sizeof(T)),
+          kVectorBytes / bytes};
 }
 
 // All but the output and the memory for statistics.
 template <class T>
-GivenWork<T> given_work(const GivenShape& shape, const GivenPlan& plan, const void* input,
+GivenWork<T> given_work(const GivenShape& shape, const GivenPlan& plan, const Tensor& input,
                         const Arguments& arguments) {
   GivenWork<T> work{};
   work.shape = shape;
   work.plan = plan;
-  work.input = input;
+  work.input = {input.data, input.dtype};
   work.arguments = arguments;
   work.pieces = (Checked(shape.samples) * plan.units * plan.slices).value();
   work.share_of_value = 1 / (double(shape.channels / shape.groups) * double(shape.pixels));
@@ -55,30 +40,29 @@ Checked count_of_parts(const GivenWork<T>& work) {
 }
 
 // Each block has a piece; those of a group are a cluster, where the step is the whole of the chain.
-template <class Chain, class In>
-cudaError_t launch_pieces(GivenWork<Compute<In>>& work, GivenStep step, bool overlaps, cudaStream_t stream) {
+template <class Chain, class T>
+cudaError_t launch_pieces(GivenWork<T>& work, GivenStep step, bool overlaps, cudaStream_t stream) {
   work.step = step;
   const int cluster = step == GivenStep::kWhole ? int(work.plan.slices) : 1;
   LaunchShape shape{grid_of(work.pieces, cluster), work.plan.threads, int(work.plan.shared_bytes), overlaps};
   if (step == GivenStep::kFinish) shape.shared_bytes = work.plan.tile_at;  // the parameters only
   shape.cluster = cluster;
-  return launch_kernel(given_chain<Chain, In>, shape, stream, work);
+  return launch_kernel(given_chain<Chain, T>, shape, stream, work);
 }
 
 // Each channel's norm, by way of work.parts. overlaps: within; the first kernel never does.
-template <class Chain, class In>
-cudaError_t launch_norms(GivenWork<Compute<In>>& work, Norm<Compute<In>>* norms, bool overlaps,
-                         cudaStream_t stream) {
-  const StatisticsOutput<Compute<In>> to{norms, work.statistics};
-  if (const cudaError_t status = launch_pieces<Chain, In>(work, GivenStep::kMoments, false, stream))
+template <class Chain, class T>
+cudaError_t launch_norms(GivenWork<T>& work, Norm<T>* norms, bool overlaps, cudaStream_t stream) {
+  const StatisticsOutput<T> to{norms, work.statistics};
+  if (const cudaError_t status = launch_pieces<Chain, T>(work, GivenStep::kMoments, false, stream))
     return status;
-  return launch_group_statistics<Compute<In>>(work.parts, parts_per_group(work).value(), work.shape.samples,
-                                              work.shape.channels, work.shape.pixels, work.arguments, to,
-                                              overlaps, stream);
+  return launch_group_statistics<T>(work.parts, parts_per_group(work).value(), work.shape.samples,
+                                    work.shape.channels, work.shape.pixels, work.arguments, to, overlaps,
+                                    stream);
 }
 
 // Onto the current device, with all of its shared memory.
-template <class Chain, class In>
+template <class Chain, class T>
 cudaError_t load_pieces() {
   int device = 0;
   int shared_bytes = 0;
@@ -87,9 +71,9 @@ cudaError_t load_pieces() {
           cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))
     return status;
   if constexpr (Chain::kNeedsStatistics) {
-    if (const cudaError_t status = load_group_statistics<Compute<In>, double>()) return status;
+    if (const cudaError_t status = load_group_statistics<T, double>()) return status;
   }
-  return cudaFuncSetAttribute(given_chain<Chain, In>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  return cudaFuncSetAttribute(given_chain<Chain, T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               shared_bytes);
 }
 

@@ -1,9 +1,9 @@
-// A block's piece of a dense tensor, and how its threads share it out.
+// A block's piece of a dense tensor, how its threads share it out, and the parameters of its channels.
 #pragma once
 
 #include "core/chain.h"
+#include "cuda/device/elements.cuh"
 #include "cuda/device/launch.cuh"
-#include "cuda/device/packs.cuh"
 #include "cuda/device/statistics.cuh"
 #include "plan/given_plan.h"
 
@@ -25,8 +25,8 @@ struct GivenWork {
   GivenStep step;
   GivenShape shape;
   GivenPlan plan;
-  const void* input;
-  Tensor output;
+  Elements input;
+  Tensor output;  // of the input's dtype or, if that has two bytes, float32
   Arguments arguments;
   Part<double>* parts;          // [samples][groups][units_per_group * slices]
   const Norm<T>* norms;         // [samples][channels]
@@ -35,22 +35,56 @@ struct GivenWork {
   int64_t pieces;
 };
 
-// Calls visit(count, of_channels), both known when compiled: a wide load holds so many pixels of a channel
-// or, of_channels, so many channels of a pixel.
-template <class In, class Work, class Visit>
-__device__ void visit_width(const Work& work, const Visit& visit) {
-  constexpr int kWide = kVectorBytes / int(sizeof(In));
+// What a thread loads at once: so many pixels of a channel or, kIsOfChannels, channels of a pixel. Elements
+// are of a type that is known when compiled or, several uint16_t, of any dtype of two bytes.
+template <class Type, int kElements, bool kIsOfChannels>
+struct Load {
+  using Element = Type;
+  using T = Compute<Type>;
+  static constexpr int kCount = kElements;
+  static constexpr bool kOfChannels = kIsOfChannels;
+  static constexpr int kChannels = kOfChannels ? kCount : 1;
+  static constexpr int kPixels = kOfChannels ? 1 : kCount;
+  __device__ static constexpr int channel_of(int k) { return kOfChannels ? k : 0; }
+};
+
+template <class Element, class T, class Visit>
+__device__ void visit_wide_load(const GivenWork<T>& work, const Visit& visit) {
+  constexpr int kWide = kVectorBytes / int(sizeof(Element));
   constexpr int kWideChannels = kWide < cuda::kMostWideChannels ? kWide : cuda::kMostWideChannels;
-  const int width = work.plan.width;
-  if (width == 1) {
-    visit(std::integral_constant<int, 1>{}, std::false_type{});
-  } else if (work.shape.channels_last) {
-    visit(std::integral_constant<int, kWideChannels>{}, std::true_type{});
-  } else if (width == kWide) {
-    visit(std::integral_constant<int, kWide>{}, std::false_type{});
+  if (work.shape.channels_last) {
+    visit(Load<Element, kWideChannels, true>{});
+  } else if (work.plan.width == kWide) {
+    visit(Load<Element, kWide, false>{});
   } else {
-    visit(std::integral_constant<int, kWide / 2>{}, std::false_type{});
+    visit(Load<Element, kWide / 2, false>{});
   }
+}
+
+// Calls visit with the Load of the plan, known when compiled.
+template <class T, class Visit>
+__device__ void visit_load(const GivenWork<T>& work, const Visit& visit) {
+  visit_element<T>(work.input.dtype, [&](auto element) {
+    using Element = decltype(element);
+    if (work.plan.width == 1) {
+      visit(Load<Element, 1, false>{});
+    } else {
+      visit_wide_load<Element>(work, visit);
+    }
+  });
+}
+
+// The same with less code: where memory takes the time, or what is done with each value, a branch for each
+// wide load does not count.
+template <class T, class Visit>
+__device__ void visit_raw_load(const GivenWork<T>& work, const Visit& visit) {
+  const DType dtype = work.input.dtype;
+  if (work.plan.width == 1)
+    return visit_element<T>(dtype, [&](auto element) { visit(Load<decltype(element), 1, false>{}); });
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (dtype != DType::kFloat32) return visit_wide_load<uint16_t>(work, visit);
+  }
+  visit_wide_load<T>(work, visit);
 }
 
 struct Piece {
@@ -91,17 +125,14 @@ __device__ inline Piece piece_of_block(const GivenShape& shape, const GivenPlan&
   return piece;
 }
 
-// The first of the channels and pixels of one thread. A wide load holds kCount pixels of a channel or,
-// kOfChannels, kCount channels of a pixel.
-template <int kCount, bool kOfChannels>
+// A thread's place among those that share out the channels and pixels, both counted in loads.
 struct ThreadShare {
   int run;
-  int channel;  // of a run
-  int pixel;
+  int run_thread;  // among those that have a run's channels
   int lane;        // among those that have the same channels and pixels next to each other
   int line;        // those lanes' place among all that have the same channels
-  int run_thread;  // among those that have a run's channels
-  bool exists;     // some threads may be left over
+  int pixel;
+  bool exists;  // some threads may be left over
 
   __device__ explicit ThreadShare(const GivenPlan& plan) {
     lane = threadIdx.x & (plan.lanes - 1);
@@ -110,12 +141,62 @@ struct ThreadShare {
     const int channel_thread = group - line * plan.channel_threads;
     run = plan.by_run_threads.divide(channel_thread);
     run_thread = channel_thread - run * plan.run_threads;
-    const int pixel_index = line * plan.lanes + lane;
-    exists = pixel_index < plan.pixel_threads;
-    constexpr int kChannels = kOfChannels ? kCount : 1;
-    constexpr int kPixels = kOfChannels ? 1 : kCount;
-    channel = run_thread * kChannels;
-    pixel = pixel_index * kPixels;
+    pixel = line * plan.lanes + lane;
+    exists = pixel < plan.pixel_threads;
+  }
+};
+
+extern __shared__ __align__(128) uint8_t shared_memory[];
+
+template <class T>
+struct GivenPiece {
+  const GivenWork<T>& work;
+  const GivenPlan& plan;
+  const Piece piece;
+  const ThreadShare share;
+
+  __device__ explicit GivenPiece(const GivenWork<T>& work)
+      : work(work), plan(work.plan), piece(piece_of_block(work.shape, work.plan)), share(work.plan) {}
+
+  // In shared memory: of the piece's channels, one kind after the other.
+  enum Kind { kBias, kScale, kNormScale, kNormShift, kMean };
+  static_assert(kMean + 1 == cuda::kParameterKinds);
+  __device__ T& parameter(int kind, int c) const {
+    return reinterpret_cast<T*>(shared_memory)[kind * plan.unit_channels + c];
+  }
+  __device__ Channel<T> channel_at(int c) const {
+    return {parameter(kBias, c),        parameter(kScale, c),     parameter(kMean, c),
+            parameter(kNormScale, c),   parameter(kNormShift, c), T(work.arguments.clamp_min),
+            T(work.arguments.clamp_max)};
+  }
+
+  __device__ void set_parameters(int c, const Norm<T>& norm) const {
+    parameter(kMean, c) = norm.mean;
+    parameter(kNormScale, c) = norm.scale;
+    parameter(kNormShift, c) = norm.shift;
+  }
+
+  // with_affine: the norm's weight and bias too, which stand in its place until it is known. Each thread asks
+  // for another parameter: one after the other, they would take longer than a small piece.
+  template <class Chain>
+  __device__ void load_parameters(bool with_affine) const {
+    const Arguments& arguments = work.arguments;
+    const int kind = threadIdx.x % 4;
+    if (kind == kBias || kind == kScale ? !Chain::kReadsChannel : !with_affine) return;
+    const Parameter source = kind == kBias        ? arguments.bias
+                             : kind == kScale     ? arguments.scale
+                             : kind == kNormScale ? arguments.norm_weight
+                                                  : arguments.norm_bias;
+#pragma unroll 1
+    for (int c = threadIdx.x / 4; c < piece.channels; c += blockDim.x / 4)
+      parameter(kind, c) = value_of<T>(source, piece.channel + c, T(kind == kNormScale));
+  }
+
+  // Those that an earlier kernel found.
+  __device__ void load_norms() const {
+    wait_for_earlier_kernels();
+    const Norm<T>* const norms = work.norms + piece.sample * work.shape.channels + piece.channel;
+    for (int c = threadIdx.x; c < piece.channels; c += blockDim.x) set_parameters(c, norms[c]);
   }
 };
 

@@ -1,0 +1,139 @@
+// How a chain ends on a block's piece: it stores its values, or reduces them.
+#pragma once
+
+#include "cuda/device/reduce.cuh"
+#include "tile.cuh"
+
+namespace fusedconv {
+inline namespace FUSEDCONV_TARGET {
+
+template <class Chain, class Tile, class T, int kCount>
+__device__ Pack<T, kCount> finished(const Pack<T, kCount>& v, const Channel<T> (&channels)[Tile::kChannels]) {
+  Pack<T, kCount> y;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    const Channel<T>& channel = channels[Tile::channel_of(k)];
+    const T value = Chain::value(v.element[k], channel);
+    y.element[k] = Chain::Final::value(value, value, channel);
+  }
+  return y;
+}
+
+// From the tile or, kFromMemory, from the tensor.
+template <class Chain, bool kFromMemory, class Tile>
+__device__ void store_values(const Tile& tile) {
+  using Element = typename Tile::Element;
+  using T = typename Tile::T;
+  constexpr int kCount = Tile::kCount;
+  // Loads on their way at a time: more from memory, as far as registers go.
+  constexpr int kBatch = Chain::kNeedsStatistics || kCount > 4 ? 2 : 4;
+  const Element* const input = static_cast<const Element*>(tile.work.input.data);
+  tile.for_each_channel([&](int c) {
+    Channel<T> channels[Tile::kChannels];
+#pragma unroll
+    for (int k = 0; k < Tile::kChannels; ++k) channels[k] = tile.block.channel_at(c + k);
+    const Element* kept = tile.values() + tile.offset(c, tile.first_pixel);
+    int64_t at = tile.memory_offset(c, tile.first_pixel);
+    for (int first = tile.first_pixel; first < tile.piece.pixels; first += kBatch * tile.pixel_step()) {
+      Pack<Element, kCount> v[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * tile.pixel_step() >= tile.piece.pixels) continue;
+        v[i] = load_pack<kCount>(kFromMemory ? input + at + i * tile.memory_step() : kept + i * tile.step());
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * tile.pixel_step() < tile.piece.pixels)
+          store_output<Element>(tile.work.output, at + i * tile.memory_step(),
+                                finished<Chain, Tile>(tile.widened(v[i]), channels));
+      }
+      kept += kBatch * tile.step();
+      at += kBatch * tile.memory_step();
+    }
+  });
+}
+
+// The largest values of a piece's windows of kRows x kCols or, 0, of any size. Neighbouring threads have
+// windows that are neighbours in memory: so many lanes the columns of a row of windows or, where channels are
+// last, the channels of one.
+template <class Chain, class Element, int kRows, int kCols, bool kChannelsLast, class T>
+__device__ void pool_windows(const GivenPiece<T>& block) {
+  const GivenPlan& plan = block.plan;
+  const int window_rows = kRows > 0 ? kRows : int(block.work.arguments.pool[0]);
+  const int window_cols = kCols > 0 ? kCols : int(block.work.arguments.pool[1]);
+  const int rows = plan.by_pooled_rows.value;  // the last piece of a sample may have fewer
+  const int cols = int(block.work.shape.window_pixels) / window_rows;
+  const int pooled_cols = int(block.work.output.size[3]);
+  const int col_step = kChannelsLast ? plan.unit_channels : 1;
+  const int channel_step = kChannelsLast ? 1 : plan.slice_pixels;
+  const Element* const values = reinterpret_cast<const Element*>(shared_memory + plan.tile_at);
+  const int64_t* stride = block.work.output.stride;
+  const int64_t first_row = block.piece.slice * rows;
+  const int64_t first_output =
+      block.piece.sample * stride[0] + block.piece.channel * stride[1] + first_row * stride[2];
+  const auto pool_window = [&](int c, int row, int col, const Channel<T>& channel) {
+    const int first = row * window_rows * cols + col * window_cols;
+    const Element* const at = values + first * col_step + c * channel_step;
+    const T most = window_maximum<T>(window_rows, window_cols, [&](int r, int q) {
+      return Chain::value(widen<T>(at[(r * cols + q) * col_step]), channel);
+    });
+    store_output<Element>(block.work.output, first_output + c * stride[1] + row * stride[2] + col * stride[3],
+                          Pack<T, 1>{Chain::Final::value(most, most, channel)});
+  };
+  const int lanes = lanes_of(kChannelsLast ? block.piece.channels : pooled_cols);
+  const int lane = threadIdx.x & (lanes - 1);
+  const int line_step = blockDim.x >> log2_of(lanes);
+  const int lines = rows * (kChannelsLast ? pooled_cols : block.piece.channels);
+  const int rows_here = int(min(block.work.output.size[2] - first_row, int64_t(rows)));
+  for (int line = threadIdx.x >> log2_of(lanes); line < lines; line += line_step) {
+    const int outer = plan.by_pooled_rows.divide(line);  // a column of windows, or a channel
+    const int row = line - outer * rows;
+    if (row >= rows_here) continue;
+    if (kChannelsLast) {
+      for (int c = lane; c < block.piece.channels; c += lanes)
+        pool_window(c, row, outer, block.channel_at(c));
+    } else {
+      const Channel<T> channel = block.channel_at(outer);
+      for (int col = lane; col < pooled_cols; col += lanes) pool_window(outer, row, col, channel);
+    }
+  }
+}
+
+template <class Chain, class T>
+__device__ void pool_windows(const GivenPiece<T>& block) {
+  const int64_t* window = block.work.arguments.pool;
+  const bool is_2x2 = window[0] == 2 && window[1] == 2;
+  visit_element<T>(block.work.input.dtype, [&](auto element) {
+    using Element = decltype(element);
+    if (block.work.shape.channels_last) {
+      is_2x2 ? pool_windows<Chain, Element, 2, 2, true>(block)
+             : pool_windows<Chain, Element, 0, 0, true>(block);
+    } else {
+      is_2x2 ? pool_windows<Chain, Element, 2, 2, false>(block)
+             : pool_windows<Chain, Element, 0, 0, false>(block);
+    }
+  });
+}
+
+template <class Chain, class Tile>
+__device__ void reduce_channels(const Tile& tile) {
+  using T = typename Tile::T;
+  const ReducingThread thread(tile.channels_last(), tile.plan.reducing_lanes);
+  const int loads = (tile.piece.pixels + Tile::kPixels - 1) / Tile::kPixels;
+  for (int first = 0; first < loads; first += thread.pixels) {
+    const int p = (first + thread.pixel) * Tile::kPixels;
+    const bool exists = p < tile.piece.pixels;
+    T y[Tile::kPixels];
+    thread.logsumexp<Chain, Tile::kChannels>(y, exists ? tile.piece.channels : 0, [&](int c, T* x) {
+      const Pack<T, Tile::kCount> v =
+          tile.widened(load_pack<Tile::kCount>(tile.values() + tile.offset(c, p)));
+#pragma unroll
+      for (int k = 0; k < Tile::kCount; ++k)
+        x[k] = Chain::value(v.element[k], tile.block.channel_at(c + Tile::channel_of(k)));
+    });
+    if (exists) thread.store(tile.work.output, tile.piece.sample, tile.piece.pixel + p, y);
+  }
+}
+
+}  // namespace FUSEDCONV_TARGET
+}  // namespace fusedconv
