@@ -176,18 +176,11 @@ class StripWeightGradient {
   __device__ void end_unit() {
     const int slot = blockIdx.x * kShares + share_;
     float* const to = work_.slots + (slot * kOutTiles + out_tile_) * kSlotValues;
+    store_slot(to, sums_, !is_first_);
+    for_each_tap([this](int down, int across) {
 #pragma unroll
-    for (int tap = 0; tap < kTaps * kTaps; ++tap) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int out_channel = lane_of_thread() / 4 + i / 2 * 8;
-        const int in_channel = lane_of_thread() % 4 * 2 + i % 2;
-        float* const sum = to + (out_channel * kUnitChannels + in_channel) * kTaps * kTaps + tap;
-        float& mine = sums_[tap / kTaps][tap % kTaps][i];
-        *sum = is_first_ ? mine : *sum + mine;
-        mine = 0;
-      }
-    }
+      for (float& sum : sums_[down][across]) sum = 0;
+    });
     is_first_ = false;
   }
 

@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(kBalanceThreads) balance_channels(Tensor weigh
 
 // ---- the input, packed ----
 
-constexpr int kRowThreads = 256;
-constexpr int kRowBlocks = 8;   // on a multiprocessor, for registers
-constexpr int kRowPadding = 1;  // of a row in shared memory
+constexpr int kRowPackThreads = 256;
+constexpr int kRowPackBlocks = 8;  // on a multiprocessor, for registers
+constexpr int kRowPadding = 1;     // of a row in shared memory
 
 int64_t pack_bytes(const PackedRows& to) {
   return to.channels * (to.cols + int64_t(kRowPadding)) * int64_t(sizeof(float));
@@ -72,7 +72,7 @@ __device__ unsigned load_row(const Tensor& from, const PackedRows& to, float* va
   const Word* const row = static_cast<const Word*>(from.data) + blockIdx.x / to.rows * from.stride[0] +
                           blockIdx.x % to.rows * from.stride[2];
   unsigned of_thread = 0;
-  for (int c = threadIdx.x / kWarpThreads; c < to.channels; c += kRowThreads / kWarpThreads) {
+  for (int c = threadIdx.x / kWarpThreads; c < to.channels; c += kRowPackThreads / kWarpThreads) {
 #pragma unroll 4
     for (int col = lane_of_thread(); col < to.cols; col += kWarpThreads) {
       const float x = value_of(row[c * from.stride[1] + col * from.stride[3]]);
@@ -84,7 +84,7 @@ __device__ unsigned load_row(const Tensor& from, const PackedRows& to, float* va
 }
 
 // A block for each row of each sample.
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks) pack_rows(Tensor from, PackedRows to) {
+__global__ void __launch_bounds__(kRowPackThreads, kRowPackBlocks) pack_rows(Tensor from, PackedRows to) {
   extern __shared__ float values[];
   __shared__ unsigned largest;
   if (threadIdx.x == 0) largest = 0;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks) pack_rows(Tensor from
                        [=](uint16_t bits) { return from_half_bits(bits, is_bfloat16); });
   }
   __syncthreads();
-  pack_row<kRowThreads>(to, blockIdx.x, values, pitch, largest);
+  pack_row<kRowPackThreads>(to, blockIdx.x, values, pitch, largest);
 }
 
 // ---- the weight's gradient, added up ----
@@ -182,7 +182,7 @@ PackedRows packed_input(const ConvBackward& conv, const ConvShape& shape, const 
 
 void take_memory(PackedRows& packed, int64_t samples, Workspace& workspace) {
   const Checked rows = Checked(samples) * packed.rows;
-  packed.units = workspace.take<uint4>(rows * packed_row_units(packed) + 2 * kGuardUnits) + kGuardUnits;
+  packed.units = workspace.take<uint4>(rows * packed.row_units() + 2 * kGuardUnits) + kGuardUnits;
   packed.exponents = workspace.take<int>(rows);
 }
 
@@ -251,7 +251,7 @@ int64_t ConvGradients::sample_bytes(const BackwardProblem& problem, const Card& 
   const PackedRows grads = packed_grads(*problem.conv, shape, slabs);
   const PackedRows input = packed_input(*problem.conv, shape, slabs);
   const Checked units =
-      std::max(Checked(grads.rows) * packed_row_units(grads), Checked(input.rows) * packed_row_units(input));
+      std::max(Checked(grads.rows) * grads.row_units(), Checked(input.rows) * input.row_units());
   return (units * int64_t(sizeof(uint4))).value();
 }
 
@@ -293,7 +293,8 @@ template <class Mode>
 cudaError_t ConvGradients::add_to_weight(const Tensor& input, bool is_first, cudaStream_t stream) const {
   const WeightGradientPlan& plan = weight_plan_;
   const int64_t samples = input.size[0];
-  const LaunchShape pack{dim3(unsigned(samples * input_.rows)), kRowThreads, int(pack_bytes(input_)), false};
+  const LaunchShape pack{dim3(unsigned(samples * input_.rows)), kRowPackThreads, int(pack_bytes(input_)),
+                         false};
   if (const cudaError_t status = launch_kernel(pack_rows, pack, stream, input, input_)) return status;
   const WeightGradientWork work{
       shape_, plan, grads_, input_, slots_, !is_first, plan.slabs.of_samples(samples)};

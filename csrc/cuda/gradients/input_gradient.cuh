@@ -187,18 +187,10 @@ class InputGradientBlock {
   __device__ void load_row(const Slab& slab, int y, const WindowPlace& window, int first_chunk,
                            uint4* to) const {
     const PackedRows& grads = work_.grads;
-    const uint4* from = grads.units + (slab.sample * grads.rows + y) * packed_row_units(grads) +
-                        (first_chunk * kParts + warp_) * grads.pitch + slab.col + work_.shape.padding[1] -
-                        window.across - (kTaps - 1) + lane_;
-    to += warp_ * cols_ + lane_;
-    const int planes = min(grads.chunks - first_chunk, kStageChunks) * kParts;
-    for (int plane = warp_; plane < planes; plane += kInputWarps) {
-#pragma unroll 4
-      for (int col = lane_; col < cols_; col += kWarpThreads)
-        copy_pack<1>(to + (col - lane_), from + (col - lane_));
-      from += kInputWarps * grads.pitch;
-      to += kInputWarps * cols_;
-    }
+    const uint4* const from = grads.row(slab.sample * grads.rows + y) + first_chunk * kParts * grads.pitch +
+                              slab.col + work_.shape.padding[1] - window.across - (kTaps - 1);
+    copy_planes<kInputWarps>(to, cols_, from, grads.pitch,
+                             min(grads.chunks - first_chunk, kStageChunks) * kParts, cols_);
   }
 
   using Sums = float[kWarpBlocks][kTaps][4];  // of the rows that tap 0 adds to, tap 1, tap 2

@@ -25,13 +25,12 @@ struct PackedRows {
   int parts;
   int rows, cols;
   int pitch;  // from cols on zeros: they are also what stands before the next row
+
+  FUSEDCONV_INLINE int64_t row_units() const { return int64_t(chunks) * parts * pitch; }
+  __device__ uint4* row(int64_t index) const { return units + index * row_units(); }
 };
 
 inline int chunks_of(int channels) { return ((channels - 1) / (2 * kUnitChannels) + 1) * 2; }
-
-FUSEDCONV_INLINE int64_t packed_row_units(const PackedRows& packed) {
-  return int64_t(packed.chunks) * packed.parts * packed.pitch;
-}
 
 // By all threads of a block: a row of channels in shared memory, [channels][pitch]. row is counted through
 // all samples; largest is the row's largest finite_magnitude, of float32.
@@ -42,7 +41,7 @@ __device__ void pack_row_as(const PackedRows& to, int64_t row, const float* valu
   const int exponent = is_scaled<Mode>(to.dtype) ? scale_exponent(largest) : 0;
   const float scale = power_of_two(exponent);
   if (is_scaled<Mode>(to.dtype) && threadIdx.x == 0) to.exponents[row] = exponent;
-  uint4* const units = to.units + row * packed_row_units(to);
+  uint4* const units = to.row(row);
   if (row == 0 && threadIdx.x < kZeroGuardUnits) units[-1 - int(threadIdx.x)] = {};
   int chunk = threadIdx.x / 32;  // a warp has 32 columns of one at a time
   for (int col = threadIdx.x % 32;; chunk += kWarps) {

@@ -88,23 +88,18 @@ class WeightGradientBlock {
   // What stands behind a row's end are zeros, as many as slabs have columns too many.
   __device__ void load_grads(const Slab& slab, int row) const {
     const PackedRows& grads = work_.grads;
-    const uint4* from = grads.units + (slab.sample * grads.rows + slab.row + row) * packed_row_units(grads) +
-                        (first_chunk_ * kParts + warp_) * grads.pitch + slab.col + lane_;
-    uint4* to = &shared_.grads[row % 2][0][0][0] + warp_ * kMostSlabCols + lane_;
-    for (int plane = warp_; plane < chunks_ * kParts; plane += kWeightWarps) {
-      for (int col = lane_; col < work_.plan.slabs.cols; col += kWarpThreads)
-        copy_pack<1>(to + (col - lane_), from + (col - lane_));
-      from += kWeightWarps * grads.pitch;
-      to += kWeightWarps * kMostSlabCols;
-    }
+    const uint4* const from =
+        grads.row(slab.sample * grads.rows + slab.row + row) + first_chunk_ * kParts * grads.pitch + slab.col;
+    copy_planes<kWeightWarps>(&shared_.grads[row % 2][0][0][0], kMostSlabCols, from, grads.pitch,
+                              chunks_ * kParts, work_.plan.slabs.cols);
   }
 
   __device__ void load_input(const Slab& slab, int row) const {
     const PackedRows& input = work_.input;
     const bool exists = has_input(slab, row);
-    const uint4* const from =
-        input.units + (slab.sample * input.rows + input_row(slab, row)) * packed_row_units(input) +
-        in_chunk_ * kParts * input.pitch + slab.col + window_.across - work_.shape.padding[1];
+    const uint4* const from = input.row(slab.sample * input.rows + input_row(slab, row)) +
+                              in_chunk_ * kParts * input.pitch + slab.col + window_.across -
+                              work_.shape.padding[1];
     for (int part = warp_; part < kParts; part += kWeightWarps) {
       for (int col = lane_; col < work_.plan.slabs.cols + kTaps - 1; col += kWarpThreads) {
         uint4* const to = &shared_.input[row % kInputRows][part][col];
@@ -193,17 +188,7 @@ class WeightGradientBlock {
     float* const to =
         work_.slots +
         ((slot * gridDim.y + blockIdx.y) * work_.plan.channel_warps + channel_warp_) * kSlotValues;
-#pragma unroll
-    for (int tap = 0; tap < kTaps * kTaps; ++tap) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int out_channel = lane_ / 4 + i / 2 * 8;
-        const int in_channel = lane_ % 4 * 2 + i % 2;
-        float* const sum = to + (out_channel * kUnitChannels + in_channel) * kTaps * kTaps + tap;
-        const float mine = sums_[tap / kTaps][tap % kTaps][i];
-        *sum = work_.adds ? *sum + mine : mine;
-      }
-    }
+    store_slot(to, sums_, work_.adds);
   }
 
   const WeightGradientWork& work_;
