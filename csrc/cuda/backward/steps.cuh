@@ -142,7 +142,7 @@ class BackwardRun {
   }
 
   cudaError_t launch_parameters(cudaStream_t stream) const {
-    ParameterGradients gradients{};
+    ParameterGradients gradients{{}, std::is_same_v<T, double>};
     bool any = false;
     for (int kind = 0; kind < kGradientKinds; ++kind) {
       gradients.of[kind] = {
@@ -150,7 +150,7 @@ class BackwardRun {
       any |= wanted(kind) != nullptr;
     }
     if (!any) return cudaSuccess;
-    return launch_parameter_gradients<T>(gradients, samples_, channels_, stream);
+    return launch_parameter_gradients(gradients, samples_, channels_, stream);
   }
 
   static cudaError_t load_packing(const cuda::Card& card) {
@@ -171,9 +171,9 @@ class BackwardRun {
       if (const cudaError_t status = load_kernel(sums_after_norm<Chain, T>)) return status;
     }
     if constexpr (kNeedsStatistics) {
-      if (const cudaError_t status = load_unit_norms<T>()) return status;
+      if (const cudaError_t status = load_statistics()) return status;
     }
-    if (const cudaError_t status = load_parameter_sums<T>()) return status;
+    if (const cudaError_t status = load_parameter_sums()) return status;
     return load_kernel(write_gradient<Chain, T>);
   }
 
@@ -205,8 +205,8 @@ class BackwardRun {
   }
 
   cudaError_t launch_means(const BackwardWork<T>& work, bool overlaps, cudaStream_t stream) const {
-    return launch_group_means<T>(work.after_norm, work.samples, channels_, pixels_, problem_.arguments,
-                                 work.norms, work.means, overlaps, stream);
+    return launch_group_means(work.after_norm, work.samples, channels_, pixels_, problem_.arguments,
+                              work.norms, work.means, overlaps, stream);
   }
 
   cudaError_t launch_strip_kernel(const StripProblem<Chain>& problem, bool overlaps,

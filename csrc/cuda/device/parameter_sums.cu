@@ -69,10 +69,9 @@ struct SumsOfGroups {
 };
 
 // A block for each group of each sample.
-template <class T>
-__global__ void __launch_bounds__(kMeanThreads)
-    norm_gradient_means(const __grid_constant__ SumsOfGroups sums, const Norm<T>* norms,
-                        GroupMeans<T>* means) {
+__global__ void __launch_bounds__(kMeanThreads, 1)
+    norm_gradient_means(const __grid_constant__ SumsOfGroups sums, FloatsOrDoubles<Norm> norms,
+                        FloatsOrDoubles<GroupMeans> means) {
   let_next_kernel_start();
   wait_for_earlier_kernels();
   for (int64_t group = blockIdx.x; group < sums.groups; group += gridDim.x) {
@@ -84,13 +83,15 @@ __global__ void __launch_bounds__(kMeanThreads)
       return weight * (k == 0 ? sums.norm_bias : sums.norm_weight)[(first + c) * sums.slices + i];
     });
     sum_over_block<kMeanThreads>(totals);
-    const double factor = double(norms[first].scale) / sums.values;
-    if (threadIdx.x == 0) means[group] = {T(totals[0] * factor), T(totals[1] * factor)};
+    means.visit([&](auto* to) {
+      using T = decltype(to->mean);
+      const double factor = double(static_cast<const Norm<T>*>(norms.data)[first].scale) / sums.values;
+      if (threadIdx.x == 0) to[group] = {T(totals[0] * factor), T(totals[1] * factor)};
+    });
   }
 }
 
 // A row of the grid for each kind, and of that a block for each channel.
-template <class T>
 __global__ void __launch_bounds__(kParameterThreads)
     parameter_gradients(const __grid_constant__ ParameterGradients gradients, int64_t samples,
                         int64_t channels) {
@@ -107,16 +108,20 @@ __global__ void __launch_bounds__(kParameterThreads)
       });
     }
     sum_over_block<kParameterThreads>(sum);
-    if (threadIdx.x == 0) static_cast<T*>(gradient.to)[c] = T(sum[0]);
+    if (threadIdx.x > 0) continue;
+    if (gradients.are_doubles) {
+      static_cast<double*>(gradient.to)[c] = sum[0];
+    } else {
+      static_cast<float*>(gradient.to)[c] = float(sum[0]);
+    }
   }
 }
 
 }  // namespace
 
-template <class T>
 cudaError_t launch_group_means(const PartialSums& sums, int64_t samples, int64_t channels, int64_t pixels,
-                               const Arguments& arguments, const Norm<T>* norms, GroupMeans<T>* means,
-                               bool overlaps, cudaStream_t stream) {
+                               const Arguments& arguments, FloatsOrDoubles<Norm> norms,
+                               FloatsOrDoubles<GroupMeans> means, bool overlaps, cudaStream_t stream) {
   const int64_t groups = samples * arguments.num_groups;
   const int64_t group_channels = channels / arguments.num_groups;
   const SumsOfGroups of_groups{sums.of[kOfNormBias],
@@ -127,33 +132,21 @@ cudaError_t launch_group_means(const PartialSums& sums, int64_t samples, int64_t
                                channels,
                                double(group_channels) * double(pixels),
                                arguments.norm_weight};
-  return launch_kernel(norm_gradient_means<T>, {some_blocks(groups), kMeanThreads, 0, overlaps}, stream,
+  return launch_kernel(norm_gradient_means, {some_blocks(groups), kMeanThreads, 0, overlaps}, stream,
                        of_groups, norms, means);
 }
 
-template <class T>
 cudaError_t launch_parameter_gradients(const ParameterGradients& gradients, int64_t samples, int64_t channels,
                                        cudaStream_t stream) {
   const dim3 grid(some_blocks(channels), kGradientKinds);
-  return launch_kernel(parameter_gradients<T>, {grid, kParameterThreads, 0, false}, stream, gradients,
-                       samples, channels);
+  return launch_kernel(parameter_gradients, {grid, kParameterThreads, 0, false}, stream, gradients, samples,
+                       channels);
 }
 
-template <class T>
 cudaError_t load_parameter_sums() {
-  if (const cudaError_t status = load_kernel(norm_gradient_means<T>)) return status;
-  return load_kernel(parameter_gradients<T>);
+  if (const cudaError_t status = load_kernel(norm_gradient_means)) return status;
+  return load_kernel(parameter_gradients);
 }
-
-#define FUSEDCONV_PARAMETER_SUMS(T)                                                                        \
-  template cudaError_t launch_group_means(const PartialSums&, int64_t, int64_t, int64_t, const Arguments&, \
-                                          const Norm<T>*, GroupMeans<T>*, bool, cudaStream_t);             \
-  template cudaError_t launch_parameter_gradients<T>(const ParameterGradients&, int64_t, int64_t,          \
-                                                     cudaStream_t);                                        \
-  template cudaError_t load_parameter_sums<T>();
-
-FUSEDCONV_PARAMETER_SUMS(float)
-FUSEDCONV_PARAMETER_SUMS(double)
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

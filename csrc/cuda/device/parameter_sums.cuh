@@ -88,10 +88,9 @@ struct alignas(2 * sizeof(T)) GroupMeans {
 
 // Queues the means of the groups of so many samples, from the sums behind the norm. norms: without weight and
 // bias. means is [samples][groups]. pixels: of a channel. overlaps: see launch.cuh.
-template <class T>
 cudaError_t launch_group_means(const PartialSums& sums, int64_t samples, int64_t channels, int64_t pixels,
-                               const Arguments& arguments, const Norm<T>* norms, GroupMeans<T>* means,
-                               bool overlaps, cudaStream_t stream);
+                               const Arguments& arguments, FloatsOrDoubles<Norm> norms,
+                               FloatsOrDoubles<GroupMeans> means, bool overlaps, cudaStream_t stream);
 
 // The gradient of a parameter, [C]: what two kernels have summed, or one.
 struct ParameterGradient {
@@ -102,15 +101,14 @@ struct ParameterGradient {
 
 struct ParameterGradients {
   ParameterGradient of[kGradientKinds];
+  bool are_doubles;  // or float
 };
 
-// Queues those that have a `to`, in T.
-template <class T>
+// Queues those that have a `to`.
 cudaError_t launch_parameter_gradients(const ParameterGradients& gradients, int64_t samples, int64_t channels,
                                        cudaStream_t stream);
 
 // Loads both kernels onto the current device.
-template <class T>
 cudaError_t load_parameter_sums();
 
 }  // namespace FUSEDCONV_TARGET

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "core/chain.h"
 #include "warp.cuh"
 
@@ -96,42 +98,54 @@ __device__ Norm<T> norm_of(const GroupStatistics& statistics, double weight, dou
   return {channel.mean, channel.norm_scale, channel.norm_shift};
 }
 
+// An array of Value<float> or of Value<double>: which, a kernel for all chains learns when it runs.
+template <template <class> class Value>
+struct FloatsOrDoubles {
+  void* data;
+  bool are_doubles;
+
+  template <class T>
+  FloatsOrDoubles(const Value<T>* values)
+      : data(const_cast<Value<T>*>(values)), are_doubles(std::is_same_v<T, double>) {}
+
+  // Calls visit with a pointer to what it is.
+  template <class Visit>
+  __device__ void visit(const Visit& visit) const {
+    if (are_doubles) {
+      visit(static_cast<Value<double>*>(data));
+    } else {
+      visit(static_cast<Value<float>*>(data));
+    }
+  }
+};
+
 // Where statistics go: as a norm for each channel, and for backward as they are.
-template <class T>
 struct StatisticsOutput {
-  Norm<T>* norms;               // [N][C]
+  FloatsOrDoubles<Norm> norms;  // [N][C]
   GroupStatistics* statistics;  // [N][groups], or null
 };
 
 // Queues the statistics of a tensor of N samples, whose groups have so many parts each: parts is
 // [N][groups][parts_per_group]. pixels: of a channel. overlaps: see launch.cuh.
-template <class T, class P>
-cudaError_t launch_group_statistics(const Part<P>* parts, int64_t parts_per_group, int64_t samples,
+cudaError_t launch_group_statistics(FloatsOrDoubles<Part> parts, int64_t parts_per_group, int64_t samples,
                                     int64_t channels, int64_t pixels, const Arguments& arguments,
-                                    const StatisticsOutput<T>& to, bool overlaps, cudaStream_t stream);
-
-// Loads its kernel onto the current device.
-template <class T, class P>
-cudaError_t load_group_statistics();
-
-// Queues norms without weight and bias: norms is [N][C], statistics is [N][groups].
-template <class T>
-cudaError_t launch_unit_norms(const GroupStatistics* statistics, int64_t samples, int64_t channels,
-                              int64_t groups, Norm<T>* norms, cudaStream_t stream);
-
-// Loads its kernel onto the current device.
-template <class T>
-cudaError_t load_unit_norms();
+                                    const StatisticsOutput& to, bool overlaps, cudaStream_t stream);
 
 // As launch_group_statistics, for parts of channels: parts is [N][C][parts_per_channel].
-template <class T>
-cudaError_t launch_statistics(const Part<T>* parts, int64_t parts_per_channel, int64_t samples,
-                              int64_t channels, int64_t pixels, const Arguments& arguments,
-                              const StatisticsOutput<T>& to, bool overlaps, cudaStream_t stream) {
+inline cudaError_t launch_statistics(FloatsOrDoubles<Part> parts, int64_t parts_per_channel, int64_t samples,
+                                     int64_t channels, int64_t pixels, const Arguments& arguments,
+                                     const StatisticsOutput& to, bool overlaps, cudaStream_t stream) {
   const int64_t group_channels = channels / arguments.num_groups;
-  return launch_group_statistics<T>(parts, parts_per_channel * group_channels, samples, channels, pixels,
-                                    arguments, to, overlaps, stream);
+  return launch_group_statistics(parts, parts_per_channel * group_channels, samples, channels, pixels,
+                                 arguments, to, overlaps, stream);
 }
+
+// Queues norms without weight and bias: norms is [N][C], statistics is [N][groups].
+cudaError_t launch_unit_norms(const GroupStatistics* statistics, int64_t samples, int64_t channels,
+                              int64_t groups, FloatsOrDoubles<Norm> norms, cudaStream_t stream);
+
+// Loads both kernels onto the current device.
+cudaError_t load_statistics();
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

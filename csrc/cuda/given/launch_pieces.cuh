@@ -53,12 +53,11 @@ cudaError_t launch_pieces(GivenWork<T>& work, GivenStep step, bool overlaps, cud
 // Each channel's norm, by way of work.parts. overlaps: within; the first kernel never does.
 template <class Chain, class T>
 cudaError_t launch_norms(GivenWork<T>& work, Norm<T>* norms, bool overlaps, cudaStream_t stream) {
-  const StatisticsOutput<T> to{norms, work.statistics};
   if (const cudaError_t status = launch_pieces<Chain, T>(work, GivenStep::kMoments, false, stream))
     return status;
-  return launch_group_statistics<T>(work.parts, parts_per_group(work).value(), work.shape.samples,
-                                    work.shape.channels, work.shape.pixels, work.arguments, to, overlaps,
-                                    stream);
+  return launch_group_statistics(work.parts, parts_per_group(work).value(), work.shape.samples,
+                                 work.shape.channels, work.shape.pixels, work.arguments,
+                                 {norms, work.statistics}, overlaps, stream);
 }
 
 // Onto the current device, with all of its shared memory.
@@ -71,7 +70,7 @@ cudaError_t load_pieces() {
           cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))
     return status;
   if constexpr (Chain::kNeedsStatistics) {
-    if (const cudaError_t status = load_group_statistics<T, double>()) return status;
+    if (const cudaError_t status = load_statistics()) return status;
   }
   return cudaFuncSetAttribute(given_chain<Chain, T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               shared_bytes);

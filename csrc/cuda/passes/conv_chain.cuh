@@ -51,7 +51,7 @@ struct ConvChain {
     if (const cudaError_t status = visit_modes([&](auto mode) { return load_passes<decltype(mode)>(card); }))
       return status;
     if constexpr (Chain::kNeedsStatistics) {
-      if (const cudaError_t status = load_group_statistics<float, float>()) return status;
+      if (const cudaError_t status = load_statistics()) return status;
     }
     if constexpr (kPools) return load_pointwise<Chain>();
     return cudaSuccess;
@@ -126,10 +126,9 @@ struct ConvChain {
 
   static cudaError_t launch_norms(const ConvProblem& p, const Card& card, cudaStream_t stream) {
     const ConvTiling& t = p.tiling;
-    return launch_statistics<float>(p.parts, parts_per_channel(t), p.input.size[0], t.out_channels,
-                                    int64_t(t.out_size[0]) * t.out_size[1], p.arguments,
-                                    StatisticsOutput<float>{p.norms, p.statistics}, card.overlaps_kernels,
-                                    stream);
+    return launch_statistics(p.parts, parts_per_channel(t), p.input.size[0], t.out_channels,
+                             int64_t(t.out_size[0]) * t.out_size[1], p.arguments, {p.norms, p.statistics},
+                             card.overlaps_kernels, stream);
   }
 };
 
