@@ -147,14 +147,9 @@ class ChannelSpan {
     }
     combine_warps(sum, memory_.sum, [](float a, float b) { return a + b; });
     const Pack<float, kWidth> grad = values_of(grad_, work_.grad.dtype);
-    const Channel<float> channel = make_channel<float>(work_.arguments, 0);
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      Gradients<float> none{};
-      const float y = most[k] + log(sum[k]);
-      const float of_y = Chain::Final::vjp(grad.element[k], y, y, channel, none);
-      factor[k] = exists_ ? of_y * reciprocal(sum[k]) : 0;
-    }
+    for (int k = 0; k < kWidth; ++k)
+      factor[k] = exists_ ? softmax_factor<Chain>(grad.element[k], most[k], sum[k], work_.arguments) : 0;
   }
 
   const BackwardWork<float>& work_;

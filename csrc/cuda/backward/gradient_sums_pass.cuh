@@ -3,10 +3,9 @@
 #pragma once
 
 #include "cuda/device/gradient_pairs.cuh"
-#include "cuda/device/reduce.cuh"
 #include "cuda/passes/pass.cuh"
 #include "plan/card.h"
-#include "work.cuh"
+#include "spread.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -170,11 +169,8 @@ class GradientSumsPass : public PassBase {
     if (row >= tile.rows || col >= tile.cols) return {0, 0};
     const int64_t at = (tile.sample * t.out_size[0] + tile.row + row) * t.out_size[1] + tile.col + col;
     const float most = LogSumExp<float>::shift_of(sum.most);
-    const float y = most + log(sum.sum);
-    Gradients<float> none{};
     const float grad = load_values<float, 1>(p_.backward.grad, at).element[0];
-    const float of_y = Chain::Final::vjp(grad, y, y, make_channel<float>(p_.arguments, 0), none);
-    return {most, of_y * reciprocal(sum.sum)};
+    return {most, softmax_factor<Chain>(grad, most, sum.sum, p_.arguments)};
   }
 
   __device__ void add_softmax(const Fragment& v, float (&sums)[kThreadChannels][kGradientKinds]) const {

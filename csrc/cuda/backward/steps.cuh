@@ -12,6 +12,8 @@
 #include "cuda/device/workspace.cuh"
 #include "findings.cuh"
 #include "pack_gradient.cuh"
+#include "pool_table.cuh"
+#include "softmax_table.cuh"
 #include "strip_kernel.cuh"
 
 namespace fusedconv {

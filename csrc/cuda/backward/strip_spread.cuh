@@ -160,11 +160,8 @@ class StripSpread<Chain, kChunks, ChannelLogSumExp> {
   }
 
   __device__ float factor_of(int i, float most, float sum) const {
-    const float y = most + log(sum);
     const float grad = values_of(raw_[i], work_.grad.dtype).element[0];
-    Gradients<float> none{};
-    const float of_y = Chain::Final::vjp(grad, y, y, make_channel<float>(work_.arguments, 0), none);
-    return place_.exists[i] ? of_y * reciprocal(sum) : 0.0f;
+    return place_.exists[i] ? softmax_factor<Chain>(grad, most, sum, work_.arguments) : 0.0f;
   }
 
   const BackwardWork<float>& work_;
@@ -213,22 +210,17 @@ class StripSpread<Chain, kChunks, MaxPool> {
     Pack<float, 2> grad;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const Window window = are_shared_ ? loaded_[c][k] : window_at(i, tile_channel(c) + k);
-      grad.element[i] = window.place == place_in_window_[i] ? window.grad : 0.0f;
+      const WindowGradient<float> window = are_shared_ ? loaded_[c][k] : window_at(i, tile_channel(c) + k);
+      grad.element[i] = window.at(place_in_window_[i]);
     }
     return grad;
   }
 
  private:
-  struct Window {
-    int place;
-    float grad;
-  };
-
   // Of a channel that does not exist, another one's.
-  __device__ Window window_at(int i, int channel) const {
+  __device__ WindowGradient<float> window_at(int i, int channel) const {
     const int64_t at = window_[i] + uint64_t(uint32_t(min(channel, shape_.out_channels - 1))) * windows_;
-    return {work_.window_place[at], work_.window_grad[at]};
+    return window_gradient(work_, at);
   }
 
   const BackwardWork<float>& work_;
@@ -238,7 +230,7 @@ class StripSpread<Chain, kChunks, MaxPool> {
   const uint32_t windows_;  // of a plane
   int64_t window_[2];       // of the first channel
   int place_in_window_[2];
-  Window loaded_[kChunks][2];
+  WindowGradient<float> loaded_[kChunks][2];
 };
 
 }  // namespace FUSEDCONV_TARGET
