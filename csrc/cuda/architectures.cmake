@@ -1,0 +1,51 @@
+# For which architectures the CUDA code is compiled. Those of the machine's cards; without a card, code for the ones
+# that most servers have, with PTX that later ones can compile; and what a release has, which takes several times as
+# long. Without -real an architecture has its PTX too.
+set(FUSEDCONV_USUAL_ARCHITECTURES 80 90a-real)
+set(FUSEDCONV_RELEASE_ARCHITECTURES 75-real 80 86-real 89-real 90a-real 100-real 120)
+
+# What the compiler has code for, as in "sm_90a".
+function(list_compiler_architectures compiler result)
+  execute_process(COMMAND ${compiler} --list-gpu-code OUTPUT_VARIABLE listed OUTPUT_STRIP_TRAILING_WHITESPACE)
+  string(REGEX REPLACE "[\r\n]+" ";" listed "${listed}")
+  set(${result} "${listed}" PARENT_SCOPE)
+endfunction()
+
+# Those of the machine's cards; empty where there is none that the code and the compiler serve.
+function(find_card_architectures compiler result)
+  set(found)
+  find_program(FUSEDCONV_NVIDIA_SMI nvidia-smi)
+  if(FUSEDCONV_NVIDIA_SMI)
+    execute_process(COMMAND ${FUSEDCONV_NVIDIA_SMI} --query-gpu=compute_cap --format=csv,noheader
+      OUTPUT_VARIABLE capabilities ERROR_QUIET)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
+    list_compiler_architectures(${compiler} known)
+    foreach(capability IN LISTS capabilities)
+      string(REPLACE "." "" architecture ${capability})
+      if(architecture EQUAL 90)
+        set(architecture 90a) # for wgmma
+      endif()
+      if(capability VERSION_GREATER_EQUAL 7.5 AND "sm_${architecture}" IN_LIST known)
+        list(APPEND found ${architecture}-real)
+      endif()
+    endforeach()
+    list(REMOVE_DUPLICATES found)
+  endif()
+  set(${result} "${found}" PARENT_SCOPE)
+endfunction()
+
+# From what was asked for: a list, "release", or nothing.
+function(choose_architectures asked compiler result)
+  if(asked STREQUAL "release")
+    set(chosen ${FUSEDCONV_RELEASE_ARCHITECTURES})
+  elseif(asked)
+    set(chosen ${asked})
+  else()
+    find_card_architectures(${compiler} chosen)
+    if(NOT chosen)
+      set(chosen ${FUSEDCONV_USUAL_ARCHITECTURES})
+    endif()
+  endif()
+  message(STATUS "fusedconv: CUDA code for ${chosen}")
+  set(${result} "${chosen}" PARENT_SCOPE)
+endfunction()
