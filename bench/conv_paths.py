@@ -27,12 +27,12 @@ _MOST_COMPUTED = 20  # times the output
 
 def runs(chain: str, args: list[Any]) -> dict[str, Call]:
     """The same call, with our own conv and with PyTorch's."""
-    operator = OPERATORS[f"conv2d_{chain}"]
-    output, source = operator.example(args), prepared_convolution(args, None)
+    rules = OPERATORS[f"conv2d_{chain}"]
+    output, source = rules.operator.example(args), prepared_convolution(args, None)
     found: dict[str, Call] = {}
     for name, reason in (("own", None), ("pytorch", "asked for")):
         with patch.object(_launch, "_reason_for_pytorch", lambda args, reason=reason: reason):
-            run = operator.launcher.prepare_cpu(args, output, source, None)
+            run = rules.kernels.launcher.prepare_cpu(args, output, source, None)
         found[name] = partial(run, args, None)
     return found
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, randn
 from cuda_conv import IEEE, MODES, SOURCE, TF32, Call, Case, Mode, draw, forget, poisoned
-from fusedconv import _C, _launch, _register_backward
+from fusedconv import _C, _backward, _launch
 from gradients import named
 from helpers import BOUNDS, relative_error
 
@@ -198,7 +198,7 @@ def our_conv_wherever_it_serves() -> Iterator[BufferingHandler]:
     with (
         patch.dict(os.environ, FUSEDCONV_CUDA_SOURCE=SOURCE),
         patch.multiple(_launch, **on_cpu),
-        patch.object(_register_backward, "_LEAST_PIXELS", 1),
+        patch.object(_backward, "_LEAST_PIXELS", 1),
     ):
         log.addHandler(said)
         log.setLevel(logging.DEBUG)

@@ -225,9 +225,9 @@ def poisoned() -> Iterator[None]:
 
 def forget() -> None:
     """Launches are prepared again, and say so in the log."""
-    for operator in OPERATORS.values():
-        operator.prepared.clear()
-        operator.backward.prepared.clear()
+    for rules in OPERATORS.values():
+        rules.kernels.prepared.clear()
+        rules.backward.kernels.prepared.clear()
 
 
 class Runner:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from chains_table import BY_NAME, CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
 from cuda_conv import forget
-from fusedconv import _C, _conv, _launch, _register, _register_backward
+from fusedconv import _C, _backward, _conv, _launch, _register
 from gradients import check_gradients, gradients
 from helpers import GRADIENT_BOUNDS, SIZES, failure, new_process, on, profile, same_bits
 
@@ -44,7 +45,7 @@ dtypes_of_devices = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _kernels_on_small_maps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_register_backward, "_LEAST_PIXELS", 1)
+    monkeypatch.setattr(_backward, "_LEAST_PIXELS", 1)
     monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
     forget()
     yield
@@ -335,7 +336,7 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chain: list[set[str]] = []
         self.conv: list[list[bool]] = []
-        conv_backward, chain = _conv.convolution_backward, self.chain
+        prepared_convolution_backward, chain = _conv.prepared_convolution_backward, self.chain
 
         class Backward(_C.Backward):
             def __init__(self, *args: Any) -> None:
@@ -347,12 +348,17 @@ class Calls:
                 chain.append(self.asked)
                 super().on_cpu(*args)
 
-        def run_conv(*args: Any, mask: Any, **options: Any) -> Any:
-            self.conv.append(list(mask))
-            return conv_backward(*args, mask=mask, **options)
+        def prepare_conv(*example: Any) -> Any:
+            conv_backward = prepared_convolution_backward(*example)
+
+            def run_conv(grad: Tensor, args: Any, mask: Any) -> Any:
+                self.conv.append(list(mask))
+                return conv_backward(grad, args, mask)
+
+            return run_conv
 
         monkeypatch.setattr(_C, "Backward", Backward)
-        monkeypatch.setattr(_register_backward, "convolution_backward", run_conv)
+        monkeypatch.setattr(_backward, "prepared_convolution_backward", prepare_conv)
         forget()
 
 
@@ -432,7 +438,7 @@ def test_a_freed_tensor_is_an_error_in_backward_too(row: Row) -> None:
 def test_what_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps of few pixels, and bounds that the kernel takes for none: NaN passes them in one way and not in the other."""
     calls = Calls(monkeypatch).chain
-    monkeypatch.setattr(_register_backward, "_LEAST_PIXELS", 256)
+    monkeypatch.setattr(_backward, "_LEAST_PIXELS", 256)
     row = BY_NAME["group_norm_scale_max_pool_clamp"]
     for size, bounds, expected in (
         (16, (None, 0.5), 1),
@@ -513,6 +519,10 @@ class OnCuda(_C.Backward):
             tensor_at(address, torch.float32, *values[name].shape).copy_(right)
 
 
+def without_mask(find: Any, grad: Tensor, args: Sequence[Any], precision: str) -> Any:
+    return find(grad, args[:-1])
+
+
 @pytest.mark.parametrize("serves", [True, False], ids=["whole", "two-step"])
 @formats
 @conv_rows
@@ -535,7 +545,7 @@ def test_what_cuda_is_asked_for(
     )
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     backward = _register.OPERATORS[row.conv].backward
-    monkeypatch.setattr(backward.launcher, "conv_on_cuda", lambda *args: None)  # so v is PyTorch's
+    monkeypatch.setattr(backward.kernels.launcher, "conv_on_cuda", lambda *args: None)  # so v is PyTorch's
     pairs: dict[str, Any] = {"stride": (1, 1), "padding": (1, 0), "dilation": (1, 1)}
     given = *values.values(), *own.values(), *pairs.values(), 1
     args = *given, statistics_of(row.conv, given)
@@ -549,11 +559,11 @@ def test_what_cuda_is_asked_for(
     masks = [[True] * len(names), *[[i == j for j in range(len(names))] for i in range(len(names))]]
     for mask in masks:
         caplog.clear()
-        find = backward.prepare_cuda(grad, given, backward.wanted(mask), "tf32")
+        find = backward.kernels.prepare_cuda(grad, given, mask, "tf32")
         path = "direct" if serves else "two-step"
         assert caplog.messages == [f"{row.conv} backward [2, 3, 7, 8] float32 tf32: {path}, emulated"]
         for _ in range(2):
-            found = backward.run(find, grad, (*args, mask), "ieee")
+            found = backward.run(partial(without_mask, find), grad, (*args, mask), "tf32")
             for wants, got, right, leaf in zip(mask, found, expected, leaves, strict=True):
                 if wants:
                     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)

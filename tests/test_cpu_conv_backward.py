@@ -13,7 +13,7 @@ import torch
 
 from chains_table import BY_NAME, CONV_ROWS, Row, generator, randn
 from cuda_conv import IEEE, SAME, Call, Case, cases, draw, forget
-from fusedconv import _C, _launch, _register_backward
+from fusedconv import _C, _backward, _launch
 from gradients import check_conv_gradients, conv_gradients, named, plain_gradients, smooth_direction
 from helpers import new_process, profile, same_bits
 
@@ -39,7 +39,7 @@ VALUES: dict[str, Sequence[Any]] = {
 @pytest.fixture(autouse=True)
 def _wherever_they_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Our gradients run also where they are not the faster ones."""
-    monkeypatch.setattr(_register_backward, "_LEAST_PIXELS", 1)
+    monkeypatch.setattr(_backward, "_LEAST_PIXELS", 1)
     monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
     for limit in (
         "_MOST_CHANNELS", "_MOST_CHANNELS_OF_NARROW", "_MOST_PRODUCTS", "_MOST_INPUT_CHANNELS",
@@ -262,11 +262,11 @@ import sys
 import torch
 from chains_table import CONV_ROWS
 from cuda_conv import IEEE, Case, draw
-from fusedconv import _C, _launch, _register_backward
+from fusedconv import _C, _backward, _launch
 from gradients import check_conv_gradients
 
 assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()
-_register_backward._LEAST_PIXELS = 1
+_backward._LEAST_PIXELS = 1
 _launch._GRADIENTS_ON = _C.cpu_isas()
 _launch._MOST_CHANNELS = _launch._MOST_CHANNELS_OF_NARROW = 99
 for row in CONV_ROWS:

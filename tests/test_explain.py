@@ -465,20 +465,21 @@ def test_on_cuda_it_asks_the_launchs_own_plan(
 ) -> None:
     monkeypatch.setattr(_C, "Launch", Launch)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    operator = OPERATORS[row.conv]
-    monkeypatch.setattr(operator.launcher, "has_cuda", lambda device: True)
+    rules = OPERATORS[row.conv]
+    launcher = rules.kernels.launcher
+    monkeypatch.setattr(launcher, "has_cuda", lambda device: True)
     with FakeTensorMode() as fake:
         own = draw_own(row, 8, generator(row.chain))
         own = {n: torch.empty_like(a, device="cuda") if isinstance(a, Tensor) else a for n, a in own.items()}
         x = torch.empty(2, channels, 9, 11, device="cuda")
         weight = torch.empty(8, channels // groups, 3, 3, device="cuda")
         args = x, weight, None, *own.values(), (1, 1), (0, 0), (1, 1), groups
-        explanation = _explain_operator(fake, operator, args, {"precision": precision})
+        explanation = _explain_operator(fake, rules, args, {"precision": precision})
         with fusedconv.float32_precision(precision):
-            assert _explain_operator(fake, operator, args, {}) == replace(
+            assert _explain_operator(fake, rules, args, {}) == replace(
                 explanation, pytorch=explanation.pytorch and ("aten::_convolution",)
             )
-        operator.launcher.prepare_cuda(args, operator.example(args), lambda args: x, precision)
+        launcher.prepare_cuda(args, rules.operator.example(args), lambda args: x, precision)
     assert log.messages == [f"{row.conv} {[2, channels, 9, 11]} float32 {precision}: {words}"]
     assert f"{explanation.path}, {explanation.reason}" == words
     assert (explanation.kernels, explanation.workspace_bytes) == (kernels, workspace)

@@ -13,13 +13,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ._conv_cut import Cut
-from ._conv_pieces import ByPieces
+from ._conv_pieces import ByPieces, gradient_of_bias, plus_bias
 from .chains import Geometry, output_sides
 from .config import get_float32_precision
 
@@ -38,6 +39,9 @@ class Conv(Protocol):
     def gradients(
         self, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> Sequence[Tensor | None]: ...
+
+
+Chosen = tuple[Conv, torch.dtype]  # who computes a conv, and in which dtype
 
 
 def convolution(
@@ -64,15 +68,14 @@ def convolution(
 def prepared_convolution(example: Sequence[Any], precision: str | None) -> Callable[[Sequence[Any]], Tensor]:
     """`convolution` for an operator's arguments of the forms that the ``example`` has. What follows from the forms, and
     from no flag, is worked out once."""
-    stride, padding, dilation, groups = example[GEOMETRY]
-    input, weight = example[:2]
-    conv, dtype = choose(input, weight, (stride, padding, dilation, groups), "default")
+    (input, weight), geometry = example[:2], _geometry(example)
+    by_default = choose(input, weight, geometry, "default")
 
     def run(args: Sequence[Any]) -> Tensor:
         input, weight, bias = (*args, None)[TENSORS]  # a default may be left out
-        if dtype is input.dtype and (precision or get_float32_precision()) == "default":
-            return conv.output(input, weight, bias)
-        return convolution(input, weight, bias, stride, padding, dilation, groups, precision=precision)
+        if _follows_from_forms(by_default, input, precision):
+            return by_default[0].output(input, weight, bias)
+        return convolution(input, weight, bias, *geometry, precision=precision)
 
     return run
 
@@ -97,16 +100,48 @@ def convolution_backward(
     in float64: products of TF32 parts would be exact too, but not their sums, which the tensor cores cut off.
     ``"tf32"`` allows TF32 and does not force it.
     """
-    precision = precision or get_float32_precision()
-    geometry = stride, padding, dilation, groups
+    sought = [Sought.DIFFERENTIABLE] * 2 if differentiable else [Sought.OF_INPUT, Sought.OF_WEIGHT]
+    precision, geometry = precision or get_float32_precision(), (stride, padding, dilation, groups)
+    of_input, of_weight = (choose(input, weight, geometry, precision, each) for each in sought)
+    return _gradients(of_input, of_weight, grad, input, weight, mask)
 
-    def gradients(by: tuple[Conv, torch.dtype], mask: Sequence[bool]) -> list[Tensor | None]:
+
+def prepared_convolution_backward(
+    example: Sequence[Any], precision: str | None
+) -> Callable[[Tensor, Sequence[Any], Sequence[bool]], list[Tensor | None]]:
+    """`convolution_backward` in the same way: from v's gradient, the arguments and the mask."""
+    (input, weight), geometry = example[:2], _geometry(example)
+    of_input, of_weight = (
+        choose(input, weight, geometry, "default", sought) for sought in (Sought.OF_INPUT, Sought.OF_WEIGHT)
+    )
+
+    def run(grad: Tensor, args: Sequence[Any], mask: Sequence[bool]) -> list[Tensor | None]:
+        input, weight = args[:2]
+        if all(_follows_from_forms(by, input, precision) for by in (of_input, of_weight)):
+            return _gradients(of_input, of_weight, grad, input, weight, mask)
+        return convolution_backward(grad, input, weight, *geometry, precision=precision, mask=mask)
+
+    return run
+
+
+def _geometry(args: Sequence[Any]) -> Geometry:
+    stride, padding, dilation, groups = args[GEOMETRY]
+    return stride, padding, dilation, groups
+
+
+def _follows_from_forms(by_default: Chosen, input: Tensor, precision: str | None) -> bool:
+    """Whether no flag has a say in what was chosen."""
+    return by_default[1] is input.dtype and (precision or get_float32_precision()) == "default"
+
+
+def _gradients(
+    of_input: Chosen, of_weight: Chosen, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
+) -> list[Tensor | None]:
+    def gradients(by: Chosen, mask: Sequence[bool]) -> list[Tensor | None]:
         conv, dtype = by
         found = conv.gradients(grad.to(dtype), input.to(dtype), weight.to(dtype), mask)
         return [None if gradient is None else gradient.to(grad.dtype) for gradient in found]
 
-    sought = [Sought.DIFFERENTIABLE] * 2 if differentiable else [Sought.OF_INPUT, Sought.OF_WEIGHT]
-    of_input, of_weight = (choose(input, weight, geometry, precision, each) for each in sought)
     if not any(mask[1:]):
         return gradients(of_input, mask)
     if not mask[0] or of_input == of_weight:  # oneDNN finds the bias's with the weight's
@@ -167,8 +202,7 @@ class _OfACut:
         input, weight = cut.input(input), cut.weight(weight)
         if cut.keeps_windows:
             return self.conv.output(input, weight, bias)
-        output = cut.of_output(self.conv.output(input, weight, None))
-        return output if bias is None else output + bias.view(-1, 1, 1)
+        return plus_bias(cut.of_output(self.conv.output(input, weight, None)), bias)
 
     def gradients(
         self, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
@@ -180,7 +214,7 @@ class _OfACut:
         return [
             None if of_input is None else cut.of_input(of_input),
             None if of_weight is None else cut.of_weight(of_weight),
-            grad.sum((0, 2, 3)) if mask[2] else None,
+            gradient_of_bias(grad, mask[2]),
         ]
 
 
@@ -188,9 +222,8 @@ class Sought(Enum):
     OUTPUT = auto()
     OF_INPUT = auto()  # gradients
     OF_WEIGHT = auto()
-    DIFFERENTIABLE = (
-        auto()
-    )  # any of these, of which autograd finds gradients by itself: all that holds for a weight's
+    # Any of these, of which autograd finds gradients by itself: all that holds for a weight's.
+    DIFFERENTIABLE = auto()
 
 
 # oneDNN's own switch, read by it once. PyTorch's are behind its flags.
@@ -203,7 +236,7 @@ _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 def choose(
     input: Tensor, weight: Tensor, geometry: Geometry, precision: str, sought: Sought = Sought.OUTPUT
-) -> tuple[Conv, torch.dtype]:
+) -> Chosen:
     """Who computes it, and in which dtype.
 
     On the CPU a weight's gradient in half precision is found in float32: oneDNN's reads beyond its tensors for some
@@ -216,25 +249,22 @@ def choose(
         rounds = exact and _rounds_on_cuda(input, weight, geometry, sought)
         return conv, torch.float64 if rounds else dtype
 
-    cut, of_weight = Cut.of(input, weight, *geometry), sought in (Sought.OF_WEIGHT, Sought.DIFFERENTIABLE)
+    cut, of_weight = Cut.of(input, weight, geometry), sought in (Sought.OF_WEIGHT, Sought.DIFFERENTIABLE)
     is_tall = _HAS_AVX512 and cut.is_tall
     fails = is_tall or _fails(cut, input, geometry)
     if dtype.itemsize == 2 and (of_weight or fails or _fails_in_half(input, weight, geometry)):
         dtype = torch.float32
+    by_pieces = partial(ByPieces.of, input, weight, geometry)
     if of_weight and dtype is torch.float32 and _is_narrow(cut, input, weight, geometry):
-        conv = ByPieces.of(input, weight, *geometry)
+        conv = by_pieces()
     elif fails:
         cuts = cut.has_windows and not is_tall and cut.is_small(input, weight)
-        conv = (
-            _OfACut(cut, _ByPyTorch(cut.geometry, precision))
-            if cuts
-            else ByPieces.of(input, weight, *geometry)
-        )
+        conv = _OfACut(cut, _ByPyTorch(cut.geometry, precision)) if cuts else by_pieces()
     exact = precision == "ieee" or input.dtype is not dtype
     if exact and dtype is torch.float32 and _rounds_on_cpu(conv, input, weight, geometry):
         takes_long = geometry[3] > 1  # PyTorch's conv of float64 does for each group
         if fails or takes_long:
-            conv = ByPieces.of(input, weight, *geometry)
+            conv = by_pieces()
         dtype = torch.float64
     return conv, dtype
 

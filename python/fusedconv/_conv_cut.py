@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -66,15 +65,9 @@ class Cut:
     groups: int
 
     @staticmethod
-    def of(
-        input: Tensor,
-        weight: Tensor,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        groups: int,
-    ) -> Cut:
-        rows, columns = map(_Side.of, input.shape[2:], weight.shape[2:], stride, padding, dilation)
+    def of(input: Tensor, weight: Tensor, geometry: Geometry) -> Cut:
+        *steps, groups = geometry
+        rows, columns = map(_Side.of, input.shape[2:], weight.shape[2:], *steps)
         return Cut(rows, columns, groups)
 
     @property

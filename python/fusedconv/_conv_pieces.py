@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .chains import output_sides, output_size
+from .chains import Geometry, output_sides, output_size
 
 
 @dataclass(frozen=True)
@@ -23,25 +23,17 @@ class ByPieces:
     groups: int
 
     @staticmethod
-    def of(
-        input: Tensor,
-        weight: Tensor,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        groups: int,
-    ) -> ByPieces:
-        geometry = stride, padding, dilation
-        rows, columns = map(_pieces_of_side, input.shape[2:], weight.shape[2:], *geometry)
-        return ByPieces(rows, columns, output_sides(input, weight, *geometry), groups)
+    def of(input: Tensor, weight: Tensor, geometry: Geometry) -> ByPieces:
+        stride, padding, dilation, groups = geometry
+        rows, columns = map(_pieces_of_side, input.shape[2:], weight.shape[2:], stride, padding, dilation)
+        return ByPieces(rows, columns, output_sides(input, weight, stride, padding, dilation), groups)
 
     def output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x, w = _grouped(input, 1, self.groups), _grouped(weight, 0, self.groups)
         y = _zeros((x.shape[0], *w.shape[:2], *self.sides), x, w)
         for piece in self.pieces:
             y[piece.of_output] += torch.einsum(self.formula("wx->y"), w[piece.of_kernel], x[piece.of_input])
-        y = y.flatten(1, 2)
-        return y if bias is None else y + bias.view(-1, 1, 1)
+        return plus_bias(y.flatten(1, 2), bias)
 
     def gradients(
         self, grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
@@ -59,7 +51,7 @@ class ByPieces:
         return [
             None if of_x is None else of_x.flatten(1, 2),
             None if of_w is None else of_w.flatten(0, 1),
-            grad.sum((0, 2, 3)) if mask[2] else None,
+            gradient_of_bias(grad, mask[2]),
         ]
 
     @property
@@ -74,6 +66,14 @@ class ByPieces:
         names = {"w": "goi" + of_window, "x": "ngihv", "y": "ngo" + of_tap}
         first, second, result = what[0], what[1], what[-1]
         return f"{names[first]},{names[second]}->{names[result]}"
+
+
+def plus_bias(output: Tensor, bias: Tensor | None) -> Tensor:
+    return output if bias is None else output + bias.view(-1, 1, 1)
+
+
+def gradient_of_bias(grad: Tensor, wanted: bool) -> Tensor | None:
+    return grad.sum((0, 2, 3)) if wanted else None
 
 
 def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
@@ -128,9 +128,8 @@ def _pieces_of_side(size: int, kernel: int, step: int, before: int, gap: int) ->
         else [tap * gap - before for tap in range(kernel)]
     )
     pieces = []
-    for one, place in enumerate(
-        places
-    ):  # of so many points, a step apart from there on, which ones lie on the map?
+    # Of so many points, a step apart from each place on, which ones lie on the map?
+    for one, place in enumerate(places):
         first, last = max(0, -(place // apart)), min(count - 1, (size - 1 - place) // apart)
         if first <= last:
             several = slice(first, last + 1)

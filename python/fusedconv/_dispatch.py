@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import isnan
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
-from ._sharding import register_if_imported
+from . import _sharding
 
 LIBRARY: Any = None
 
@@ -41,13 +40,11 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 _graphs_open_levels = False  # whether a tracer met a tangent
 
-_MOST_PREPARED = 1024  # signatures that an operator remembers
-
 Function = Callable[..., Any]
 
 
 class Rules(Protocol):
-    """An operator's, one for each of the keys above."""
+    """An operator's, one for each of the keys above, and one for DTensor."""
 
     op: Any
 
@@ -58,6 +55,7 @@ class Rules(Protocol):
     def cuda(self, *args: Any, **options: Any) -> Any: ...
     def fake(self, *args: Any, **options: Any) -> Any: ...
     def plain(self, *args: Any, **options: Any) -> Any: ...
+    def shards(self, *args: Any, **options: Any) -> _sharding.Shards: ...
 
 
 def open_library() -> None:
@@ -66,6 +64,7 @@ def open_library() -> None:
     if LIBRARY is not None:
         LIBRARY._destroy()
     LIBRARY = torch.library.Library("fusedconv", "DEF")  # type: ignore[no-untyped-call]
+    _sharding.RULES.clear()
 
 
 def define(schema: str) -> Any:
@@ -84,19 +83,12 @@ def implement(name: str, rules: Rules) -> None:
         LIBRARY.impl(name, rules.fake, key)  # says that no argument may be nested
     torch.library.register_fake(f"fusedconv::{name}", partial(_fake, rules.fake), lib=LIBRARY)
     LIBRARY.impl(name, rules.plain, "CompositeExplicitAutograd")
+    _sharding.RULES[rules.op] = rules.shards
 
 
 def _fake(rule: Function, *args: Any, **options: Any) -> Any:
-    register_if_imported()
+    _sharding.register_if_imported()
     return rule(*args, **options)
-
-
-def remember(prepared: dict[tuple[Any, ...], Any], signature: tuple[Any, ...], run: Function) -> None:
-    if any(isinstance(a, float) and isnan(a) for a in signature):  # NaN would never be found again
-        return
-    if len(prepared) >= _MOST_PREPARED:
-        prepared.clear()
-    prepared[signature] = run
 
 
 # ---- gradients ----

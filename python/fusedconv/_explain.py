@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 from . import _C
 from ._conv import GEOMETRY, TENSORS, choose, prepared_convolution
+from ._forward import Forward
 from ._measure import copy_rate, product_rate
-from ._register import OPERATORS, Operator
+from ._register import OPERATORS
 from .chains import check_conv
 from .config import get_float32_precision
 from .nn import WHY_CALLED, _ConvChain
@@ -127,7 +128,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Operator, Sequence[Any], Mapping[str, Any]]] = []
+        self.calls: list[tuple[Forward, Sequence[Any], Mapping[str, Any]]] = []
         self.pytorch: list[str] = []
         self._fake = fake
 
@@ -146,7 +147,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **options)
 
 
-def _operator_of(name: str) -> Operator:
+def _operator_of(name: str) -> Forward:
     if name.endswith("_backward"):
         raise TypeError("module_or_operator must call forward only, but calls backward")
     return OPERATORS[name.removeprefix("_").removesuffix("_with_statistics")]
@@ -159,17 +160,18 @@ def _is_view_or_empty(func: OpOverload) -> bool:
 
 
 def _explain_operator(
-    fake: FakeTensorMode, operator: Operator, given: Sequence[Any], options: Mapping[str, Any]
+    fake: FakeTensorMode, rules: Forward, given: Sequence[Any], options: Mapping[str, Any]
 ) -> Explanation:
     """A call below autograd and autocast. Runs in the mode ``fake``."""
+    operator = rules.operator
     args = operator.complete(given)
     operations = _operations(args) if operator.has_conv else 0
     device = args[0].device
-    on_cuda = device.type == "cuda" and operator.launcher.has_cuda(device.index)
+    on_cuda = device.type == "cuda" and rules.kernels.launcher.has_cuda(device.index)
     if on_cuda or device.type == "cpu":
-        return replace(_explain_kernels(_Recorder(fake), operator, args, options), operations=operations)
+        return replace(_explain_kernels(_Recorder(fake), rules, args, options), operations=operations)
     with _Recorder(fake) as seen:
-        operator.plain(*args, **options)
+        rules.plain(*args, **options)
     reason = f"no kernels of fusedconv run on {device}"
     return Explanation(
         operator.name, "plain", reason, pytorch=tuple(seen.pytorch), operations=operations, device=device
@@ -177,10 +179,11 @@ def _explain_operator(
 
 
 def _explain_kernels(
-    seen: _Recorder, operator: Operator, args: Sequence[Any], options: Mapping[str, Any]
+    seen: _Recorder, rules: Forward, args: Sequence[Any], options: Mapping[str, Any]
 ) -> Explanation:
     """A call that a kernel of ours takes part in."""
-    launcher, output = operator.launcher, operator.example(args, **options)
+    operator, launcher = rules.operator, rules.kernels.launcher
+    output = operator.example(args, **options)
     device, precision = args[0].device, options.get("precision") or get_float32_precision()
     on_cuda = device.type == "cuda"
     moved_bytes = sum(a.nbytes for a in (*args, output) if isinstance(a, Tensor))

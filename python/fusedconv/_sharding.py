@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from ._register import Operator
+from ._operator import Operator
 
 _log = logging.getLogger("fusedconv")
 
@@ -21,7 +19,9 @@ _is_registered = False
 
 # Of the outputs, and of the arguments: None for what is no tensor.
 Placements = list[Any]
-Rules = Sequence[tuple[Placements, Placements]]
+Shards = Sequence[tuple[Placements, Placements]]
+
+RULES: dict[Any, Callable[..., Shards]] = {}  # an operator's, as torch calls it: from its arguments
 
 
 def _place(operator: Operator, args: Sequence[Any], batch: Any) -> Placements:
@@ -35,26 +35,22 @@ def _place(operator: Operator, args: Sequence[Any], batch: Any) -> Placements:
     return placements
 
 
-def _forward(operator: Operator, *args: Any, **options: Any) -> Rules:
+def shards_of_forward(operator: Operator, given: Sequence[Any]) -> Shards:
     from torch.distributed.tensor import Replicate, Shard
 
-    return [([batch], _place(operator, args, batch)) for batch in (Shard(0), Replicate())]
+    return [([batch], _place(operator, given, batch)) for batch in (Shard(0), Replicate())]
 
 
-def _with_statistics(operator: Operator, *args: Any, **options: Any) -> Rules:
-    return [([output, output], places) for [output], places in _forward(operator, *args)]
-
-
-def _backward(operator: Operator, grad: Any, *args: Any, **options: Any) -> Rules:
+def shards_of_backward(operator: Operator, args: Sequence[Any]) -> Shards:
     """Each device has its samples' share of a parameter's gradient."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     # Without the mask: what it does not ask for has no elements, wherever they are.
-    *arguments, statistics, _ = args
+    _, *given, statistics, _ = args
     return [
         (
             [share if i else batch for i in operator.tensors],
-            [batch, *_place(operator, arguments, batch), None if statistics is None else batch, None],
+            [batch, *_place(operator, given, batch), None if statistics is None else batch, None],
         )
         for batch, share in ((Shard(0), Partial()), (Replicate(), Replicate()))
     ]
@@ -69,8 +65,6 @@ def register_if_imported() -> None:
 
 
 def _register() -> None:
-    from ._register import OPERATORS
-
     try:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
@@ -80,13 +74,9 @@ def _register() -> None:
     except (ImportError, AttributeError) as error:  # DTensor itself then says what it has no rule for
         _log.info("no rules for DTensor of this torch: %s", error)
         return
-    for operator in OPERATORS.values():
-        rules = [(operator.op, _forward), (operator.backward.op, _backward)]
-        if operator.with_statistics is not None:
-            rules.append((operator.with_statistics.op, _with_statistics))
-        for op, rule in rules:
-            register_sharding(op)(partial(rule, operator))
-            # DTensor remembers the output's shape by the arguments it is told to look at. register_sharding tells
-            # it to pass over those before the first int: stride and padding.
-            options = [a.name for a in op._schema.arguments if a.kwarg_only]
-            schemas[op] = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=options, needs_pytree=True)
+    for op, rule in RULES.items():
+        register_sharding(op)(rule)
+        # DTensor remembers the output's shape by the arguments it is told to look at. register_sharding tells
+        # it to pass over those before the first int: stride and padding.
+        options = [a.name for a in op._schema.arguments if a.kwarg_only]
+        schemas[op] = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=options, needs_pytree=True)
