@@ -86,31 +86,5 @@ __device__ inline void wait_for_copies() {
   __pipeline_wait_prior(0);
 }
 
-// The memory of an output whose dtype is In's, or float32.
-template <class In>
-class OutputMemory {
- public:
-  using T = Compute<In>;
-
-  __device__ explicit OutputMemory(const Tensor& tensor)
-      : data_(tensor.data), widens_(sizeof(In) < sizeof(T) && tensor.dtype == DType::kFloat32) {}
-
-  template <int kCount>
-  __device__ void store(int64_t offset, const Pack<T, kCount>& pack) const {
-    if (widens_) {
-      store_vector(static_cast<T*>(data_) + offset, pack);
-    } else {
-      Pack<In, kCount> narrowed;
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) narrowed.element[k] = narrow<In>(pack.element[k]);
-      store_vector(static_cast<In*>(data_) + offset, narrowed);
-    }
-  }
-
- private:
-  void* const data_;
-  const bool widens_;
-};
-
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

@@ -141,14 +141,13 @@ class ResidentPass : public PassBase {
       const float y = Chain::pointwise(x, channel);
       x = Chain::Final::value(y, y, channel);
     }
-    OutputMemory<NarrowOutput<Mode>>(p_.output).store(offset + c * p_.output.stride[1], values);
+    store_output<NarrowOutput<Mode>>(p_.output, offset + c * p_.output.stride[1], values);
   }
 
   // For channels that follow each other in memory: lanes have 8 channels of 4 pixels. They meet in banks
   // twice, and in float32 write whole sectors.
   __device__ void store_pixels(const Tile& tile) {
     constexpr int kPixels = 4;
-    const OutputMemory<NarrowOutput<Mode>> memory(p_.output);
     const int pitch = run_pitch<float>(p_.tiling);
     const int first = warp() * kPixels + lane_of_thread() % kPixels;
 #pragma unroll 1
@@ -156,8 +155,8 @@ class ResidentPass : public PassBase {
       const Channel<float> channel = channel_at(c);
       for (int pixel = first; pixel < tile.rows * tile.cols; pixel += kWarps * kPixels) {
         const float y = Chain::pointwise(staging()[c * pitch + pixel], channel);
-        memory.store(offset_of(tile, pixel) + c * p_.output.stride[1],
-                     Pack<float, 1>{Chain::Final::value(y, y, channel)});
+        store_output<NarrowOutput<Mode>>(p_.output, offset_of(tile, pixel) + c * p_.output.stride[1],
+                                         Pack<float, 1>{Chain::Final::value(y, y, channel)});
       }
     }
   }
@@ -176,7 +175,6 @@ class ResidentPass : public PassBase {
     const int channels = p_.tiling.out_channels;
     const int pixels = tile.rows * tile.cols;
     const int share = lane_of_thread() % 2;
-    const OutputMemory<NarrowOutput<Mode>> memory(p_.output);
 #pragma unroll 1
     for (int first = warp() * kWarpThreads; first < pixels; first += kGroupThreads) {
       const int pixel = first + lane_of_thread() / 2 * 2;
@@ -205,8 +203,8 @@ class ResidentPass : public PassBase {
       sums[1].add_lanes(2);
       const float sum = share == 0 ? sums[0].value() : sums[1].value();
       if (pixel + share < pixels)
-        memory.store(offset_of(tile, pixel + share),
-                     Pack<float, 1>{Chain::Final::value(sum, sum, Channel<float>{})});
+        store_output<NarrowOutput<Mode>>(p_.output, offset_of(tile, pixel + share),
+                                         Pack<float, 1>{Chain::Final::value(sum, sum, Channel<float>{})});
     }
   }
 
