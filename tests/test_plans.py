@@ -52,6 +52,11 @@ def test_plans_of_convs(tmp_path: Path) -> None:
     assert two_step > 10_000
 
 
+def test_plans_of_gradients(tmp_path: Path) -> None:
+    """Slabs and strips cover the map, each with something of its own; no channel is left out."""
+    run(tmp_path, HERE / "gradient_plan.cpp", calls=100_000)
+
+
 def test_tiles_on_the_cpu(tmp_path: Path) -> None:
     """A filter that reaches far has tiles of as many rows, or each would pack what it reaches again."""
     run(tmp_path, HERE / "cpu_plan.cpp", CPU / "conv_source.cpp", CPU / "memory.cpp", calls=100_000)

@@ -2,18 +2,11 @@
 // the end.
 #pragma once
 
-#include <algorithm>
-
 #include "cuda/device/workspace.cuh"
 #include "strip_work.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
-
-// That hold so many channels of the output: 2 or 4.
-inline int out_tiles_for(int channels) {
-  return channels > kMostOutTiles / 2 * kTileChannels ? kMostOutTiles : kMostOutTiles / 2;
-}
 
 inline size_t strip_shared_bytes(int out_tiles) {
   return out_tiles == kMostOutTiles ? sizeof(StripShared<kMostOutTiles>)
@@ -22,17 +15,9 @@ inline size_t strip_shared_bytes(int out_tiles) {
 
 // Whether strips serve what reason_against_gradients() has nothing against.
 inline bool may_run_in_strips(const BackwardProblem& problem, const cuda::Card& card) {
-  const ConvShape shape = conv_shape(problem);
-  if (shape.in_channels > kUnitChannels || shape.out_channels > kMostOutTiles * kTileChannels) return false;
-  if (shape.kernel[0] != kTaps || shape.kernel[1] != kTaps) return false;
-  // Offsets within a sample, and units, are counted in 31 bits.
-  const int64_t samples = problem.v.size[0];
-  if (std::max(element_count(problem.v), element_count(problem.conv->input)) / samples > INT32_MAX ||
-      Checked(samples) * shape.out_size[0] * shape.out_size[1] > Checked(INT32_MAX) * kHalo)
-    return false;
-  // Of a strip half at least should be pixels.
-  if (shape.out_size[1] < kStripPixels / 2) return false;
-  return strip_shared_bytes(out_tiles_for(shape.out_channels)) <= size_t(card.shared_bytes);
+  const ConvShape shape = cuda::conv_shape(problem);
+  return cuda::fits_strips(shape, problem.v.size[0]) &&
+         strip_shared_bytes(cuda::out_tiles_for(shape.out_channels)) <= size_t(card.shared_bytes);
 }
 
 class StripGradients {
@@ -40,9 +25,9 @@ class StripGradients {
   // The workspace is 256-aligned; null if only its bytes are wanted.
   StripGradients(const BackwardProblem& problem, void* memory, const cuda::Card& card)
       : conv_(*problem.conv),
-        shape_(conv_shape(problem)),
+        shape_(cuda::conv_shape(problem)),
         samples_(problem.v.size[0]),
-        plan_(plan(shape_, samples_, card)) {
+        plan_(cuda::cut_strips(shape_, samples_, card)) {
     Workspace workspace(memory);
     if (conv_.input.dtype == DType::kFloat32) balance_ = workspace.take<float>(shape_.out_channels);
     if (conv_.grad_weight != nullptr)
@@ -65,7 +50,7 @@ class StripGradients {
     work.balance = balance_;
     work.grad_input = {conv_.grad_input.data, conv_.grad_input.dtype};
     work.slots = slots_;
-    work.parts = parts_of(conv_);
+    work.parts = cuda::parts_of(conv_);
     work.units = int(samples_ * plan_.strips * plan_.segments);
     return work;
   }
@@ -81,34 +66,6 @@ class StripGradients {
   }
 
  private:
-  // Segments as let all blocks end soonest.
-  static StripPlan plan(const ConvShape& shape, int64_t samples, const cuda::Card& card) {
-    constexpr int kLeastRows = 6;
-    constexpr int kMostSegments = 64;
-    StripPlan best{};
-    best.out_tiles = out_tiles_for(shape.out_channels);
-    best.strips = pieces(shape.out_size[1], kStripPixels);
-    int64_t least = 0;
-    for (int segments = 1; segments <= kMostSegments; ++segments) {
-      const int rows = (shape.out_size[0] + (segments - 1) * kHalo + segments - 1) / segments;
-      if (segments > 1 && rows < kLeastRows) break;
-      const int64_t units = samples * best.strips * pieces(shape.out_size[0], rows);
-      const int64_t rounds = cuda::divide_up(units, card.multiprocessors);
-      const int64_t time = rounds * (rows - kFirstStep);
-      if (segments > 1 && time >= least) continue;
-      least = time;
-      best.segment_rows = rows;
-      best.segments = pieces(shape.out_size[0], rows);
-      best.blocks = int(std::min<int64_t>(units, card.multiprocessors));
-    }
-    return best;
-  }
-
-  // Of so many rows or columns each, of which neighbours share kHalo.
-  static int pieces(int size, int of_piece) {
-    return size <= of_piece ? 1 : 1 + int(cuda::divide_up(size - of_piece, of_piece - kHalo));
-  }
-
   // Slots as those of cuda/gradients/weight_gradient.cuh.
   WeightGradientPlan slot_plan() const {
     WeightGradientPlan plan{};

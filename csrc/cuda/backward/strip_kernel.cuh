@@ -7,7 +7,8 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 // Calls step(unit, row) for all steps of a block's units, with a barrier of all threads after each, and
-// start(unit), end(unit) before and after them.
+// start(unit), end(unit) before and after them. In step `row`, tile warps have this row; sum warps the one
+// before, and bring in what the next ones take.
 template <class Start, class Step, class End>
 __device__ void walk_strips(const StripWork& work, const Start& start, const Step& step, const End& end) {
   for (int index = blockIdx.x; index < work.units; index += gridDim.x) {

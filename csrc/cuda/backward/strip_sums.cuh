@@ -64,7 +64,7 @@ class StripInput {
       float x[kUnitChannels];
 #pragma unroll
       for (int c = 0; c < kUnitChannels; ++c) x[c] = __uint_as_float(word_[k][c]) * scale;
-      PackedUnit parts[kMostParts];
+      PackedUnit<kUnitChannels> parts[kMostParts];
       pack_unit<SplitHalves>(x, parts);
 #pragma unroll
       for (int p = 0; p < kMostParts; ++p)

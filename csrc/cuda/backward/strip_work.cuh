@@ -14,29 +14,23 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kTilePixels = 16;
-constexpr int kTileWarps = 8;
+using cuda::kFirstStep;
+using cuda::kHalo;
+using cuda::kMostOutTiles;
+using cuda::kStripPixels;
+using cuda::kTilePixels;
+using cuda::kTileWarps;
+using cuda::StripPlan;
+
 constexpr int kTileThreads = kTileWarps * kWarpThreads;
 constexpr int kSumWarps = 4;
 constexpr int kSumThreads = kSumWarps * kWarpThreads;
 constexpr int kStripThreads = kTileThreads + kSumThreads;
-constexpr int kStripPixels = kTileWarps * kTilePixels;
-constexpr int kHalo = kTaps - 1;  // rows and columns that a strip's neighbours have too
 constexpr int kStripInputCols = kStripPixels + kHalo;
 // Of the input, in shared memory: those that sum warps read, one further down tile warps, and the next one.
 constexpr int kStripInputRows = kTaps + 2;
-constexpr int kMostOutTiles = 4;  // of 16 channels
 constexpr int kMostParts = 2;
 constexpr int kSumsPitch = kStripPixels + 4;  // so that lanes meet in no bank
-
-// How maps are cut: neighbouring strips, and the segments into which they are cut, share kHalo rows or
-// columns of the output's gradient. The first one of them has all gradients of the weight that they make.
-struct StripPlan {
-  int strips;
-  int segments, segment_rows;
-  int blocks;
-  int out_tiles;  // that hold the output's channels: 2 or 4
-};
 
 struct StripWork {
   ConvShape shape;
@@ -121,10 +115,6 @@ __device__ void for_each_tap(const Visit& visit) {
     for (int across = 0; across < kTaps; ++across) visit(down, across);
   }
 }
-
-// The steps of a walk, a barrier of all threads each. In step `row`, tile warps have this row; sum warps the
-// one before, and bring in what the next ones take. Before the first row come steps that only do that.
-constexpr int kFirstStep = -kTaps - 1;
 
 template <class Chain>
 struct StripProblem {

@@ -133,7 +133,7 @@ __device__ inline void store_unit(const Unit<float>& unit, float scale, int part
   float x[kUnitElements];
 #pragma unroll
   for (int i = 0; i < kUnitElements; ++i) x[i] = unit.value[i] * scale;
-  PackedUnit packed[SplitHalves::kParts];
+  PackedUnit<kUnitElements> packed[SplitHalves::kParts];
   pack_unit<SplitHalves>(x, packed);
   *to = words_of(packed[0]);
   if (parts == SplitHalves::kParts) to[part] = words_of(packed[1]);

@@ -92,19 +92,18 @@ __device__ void pack_pair(float first, float second, uint32_t (&parts)[Mode::kPa
   }
 }
 
-constexpr int kUnitChannels = 8;  // of a pixel: 16 bytes of a part
+// A part of so many values, in words.
+template <int kValues>
+using PackedUnit = Pack<uint32_t, kValues / 2>;
 
-// In words: in registers an array has no index but what is known when compiled.
-using PackedUnit = Pack<uint32_t, kUnitChannels / 2>;
-
-__device__ inline uint4 words_of(const PackedUnit& unit) {
+__device__ inline uint4 words_of(const PackedUnit<8>& unit) {
   return {unit.element[0], unit.element[1], unit.element[2], unit.element[3]};
 }
 
-template <class Mode>
-__device__ void pack_unit(const float (&x)[kUnitChannels], PackedUnit (&parts)[Mode::kParts]) {
+template <class Mode, int kValues>
+__device__ void pack_unit(const float (&x)[kValues], PackedUnit<kValues> (&parts)[Mode::kParts]) {
 #pragma unroll
-  for (int i = 0; i < kUnitChannels / 2; ++i) {
+  for (int i = 0; i < kValues / 2; ++i) {
     uint32_t pair[Mode::kParts];
     pack_pair<Mode>(x[2 * i], x[2 * i + 1], pair);
 #pragma unroll

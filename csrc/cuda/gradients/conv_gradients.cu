@@ -6,7 +6,6 @@
 #include "cuda/device/launch.cuh"
 #include "cuda/device/workspace.cuh"
 #include "input_gradient.cuh"
-#include "plans.cuh"
 #include "weight_gradient.cuh"
 
 namespace fusedconv {
@@ -14,6 +13,9 @@ inline namespace FUSEDCONV_TARGET {
 namespace {
 
 using cuda::Card;
+using cuda::kBlockChannels;
+using cuda::parts_of;
+using cuda::Slabs;
 
 constexpr int kMostKernel = 7;
 constexpr int kMostPadding = 24;  // zeros stand beside a row: see kZeroGuardUnits
@@ -164,7 +166,7 @@ cudaError_t load_mode(const Card& rest) {
 PackedRows packed_map(const ConvBackward& conv, int channels, const int (&size)[2], int least_pitch,
                       int margin) {
   const int pitch = std::max(least_pitch, size[1] + margin);
-  return {nullptr, nullptr, nullptr, conv.input.dtype, channels, chunks_of(channels), parts_of(conv),
+  return {nullptr, nullptr, nullptr, conv.input.dtype, channels, cuda::chunks_of(channels), parts_of(conv),
           size[0], size[1], pitch};
 }
 
@@ -188,21 +190,6 @@ void take_memory(PackedRows& packed, int64_t samples, Workspace& workspace) {
 
 }  // namespace
 
-ConvShape conv_shape(const BackwardProblem& problem) {
-  const Tensor& input = problem.conv->input;
-  const Conv& conv = problem.conv->conv;
-  const int64_t* out = problem.v.size;
-  const int64_t* kernel = conv.weight.size + 2;
-  const auto narrow_size = [](int64_t size) { return Checked(size).to<int>(); };
-  return {narrow_size(input.size[1]),
-          narrow_size(out[1]),
-          {narrow_size(input.size[2]), narrow_size(input.size[3])},
-          {narrow_size(out[2]), narrow_size(out[3])},
-          {narrow_size(kernel[0]), narrow_size(kernel[1])},
-          {divide_up(narrow_size(kernel[0]), kTaps), divide_up(narrow_size(kernel[1]), kTaps)},
-          {narrow_size(conv.padding[0]), narrow_size(conv.padding[1])}};
-}
-
 std::string reason_against_gradients(const BackwardProblem& problem, const Card& card) {
   const ConvBackward& backward = *problem.conv;
   const Conv& conv = backward.conv;
@@ -220,18 +207,18 @@ std::string reason_against_gradients(const BackwardProblem& problem, const Card&
 }
 
 bool ConvGradients::may_run(const BackwardProblem& problem, const Card& card) {
-  const ConvShape shape = conv_shape(problem);
-  const int64_t of_input = plan_input(shape, parts_of(*problem.conv), 1, card).shared_bytes;
+  const ConvShape shape = cuda::conv_shape(problem);
+  const int64_t of_input = cuda::plan_input_gradient(shape, parts_of(*problem.conv), 1, card).shared_bytes;
   const int64_t bytes = std::max(of_input, pack_bytes(packed_input(*problem.conv, shape, {})));
   return bytes + kStaticBytes <= card.shared_bytes;
 }
 
 ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_samples, void* memory,
                              const Card& card)
-    : conv_(*problem.conv), shape_(conv_shape(problem)) {
+    : conv_(*problem.conv), shape_(cuda::conv_shape(problem)) {
   Workspace workspace(memory);
   const int parts = parts_of(conv_);
-  weight_plan_ = plan_weight(shape_, parts, step_samples, card);
+  weight_plan_ = cuda::plan_weight_gradient(shape_, parts, step_samples, card);
   grads_ = packed_grads(conv_, shape_, weight_plan_.slabs);
   input_ = packed_input(conv_, shape_, weight_plan_.slabs);
   if (wants_weight() || wants_input()) {
@@ -239,15 +226,15 @@ ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_sample
     if (is_scaled(grads_.dtype)) grads_.balance = balance_ = workspace.take<float>(shape_.out_channels);
   }
   if (wants_weight()) take_memory(input_, step_samples, workspace);
-  if (wants_input()) input_plan_ = plan_input(shape_, parts, step_samples, card);
+  if (wants_input()) input_plan_ = cuda::plan_input_gradient(shape_, parts, step_samples, card);
   if (wants_weight())
     slots_ = workspace.take<float>(Checked(weight_plan_.slots) * values_of_slot(weight_plan_, shape_));
   workspace_bytes_ = workspace.bytes();
 }
 
 int64_t ConvGradients::sample_bytes(const BackwardProblem& problem, const Card& card) {
-  const ConvShape shape = conv_shape(problem);
-  const Slabs slabs = plan_weight(shape, parts_of(*problem.conv), 1, card).slabs;
+  const ConvShape shape = cuda::conv_shape(problem);
+  const Slabs slabs = cuda::plan_weight_gradient(shape, parts_of(*problem.conv), 1, card).slabs;
   const PackedRows grads = packed_grads(*problem.conv, shape, slabs);
   const PackedRows input = packed_input(*problem.conv, shape, slabs);
   const Checked units =
@@ -297,9 +284,9 @@ cudaError_t ConvGradients::add_to_weight(const Tensor& input, bool is_first, cud
                          false};
   if (const cudaError_t status = launch_kernel(pack_rows, pack, stream, input, input_)) return status;
   const WeightGradientWork work{
-      shape_, plan, grads_, input_, slots_, !is_first, plan.slabs.of_samples(samples)};
+      shape_, plan, grads_, input_, slots_, !is_first, int(plan.slabs.of_samples(samples))};
   const LaunchShape shape{dim3(plan.blocks, plan.out_blocks * plan.in_blocks * shape_.count_windows()),
-                          kWeightThreads, weight_shared_bytes(Mode::kParts), false};
+                          kWeightThreads, cuda::weight_shared_bytes(Mode::kParts), false};
   return launch_kernel(conv_weight_gradient<Mode>, shape, stream, work);
 }
 
@@ -308,7 +295,8 @@ cudaError_t ConvGradients::write_input(int64_t first, int64_t samples, cudaStrea
   const InputGradientPlan& plan = input_plan_;
   const int64_t sample = int64_t(shape_.in_channels) * shape_.in_size[0] * shape_.in_size[1];
   const Elements to = elements_from(conv_.grad_input.data, conv_.grad_input.dtype, first * sample);
-  const InputGradientWork work{shape_, plan, grads_, conv_.conv.weight, to, plan.slabs.of_samples(samples)};
+  const InputGradientWork work{
+      shape_, plan, grads_, conv_.conv.weight, to, int(plan.slabs.of_samples(samples))};
   const LaunchShape shape{dim3(plan.blocks, plan.in_blocks), kInputThreads, plan.shared_bytes, false};
   return launch_kernel(conv_input_gradient<Mode>, shape, stream, work);
 }

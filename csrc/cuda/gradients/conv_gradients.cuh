@@ -1,6 +1,5 @@
 // The gradients of a conv's weight and input from that of its output, by the tensor cores. For convs of
-// stride and dilation 1; the rest is PyTorch's. A kernel is cut into windows of 3x3 taps; some of the last
-// one's are too many.
+// stride and dilation 1; the rest is PyTorch's.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,64 +8,18 @@
 
 #include "core/problem.h"
 #include "packed_rows.cuh"
-#include "plan/card.h"
+#include "plan/gradient_plan.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kTaps = 3;           // of a window, down and across
-constexpr int kTileChannels = 16;  // of the output, that a product of a warp has
+using cuda::ConvShape;
+using cuda::InputGradientPlan;
+using cuda::kTaps;
+using cuda::kTileChannels;
+using cuda::WeightGradientPlan;
+
 constexpr int kSlotValues = kTileChannels * kUnitChannels * kTaps * kTaps;  // of a warp's sums
-
-// A conv; sizes of a sample fit in ints.
-struct ConvShape {
-  int in_channels, out_channels;
-  int in_size[2], out_size[2];
-  int kernel[2];
-  int windows[2];
-  int padding[2];
-
-  FUSEDCONV_INLINE int count_windows() const { return windows[0] * windows[1]; }
-};
-
-// How a sample's map is cut.
-struct Slabs {
-  int across, cols;
-  int down, rows;
-
-  FUSEDCONV_INLINE int of_samples(int64_t samples) const { return int(samples * across * down); }
-};
-
-// A slab: its sample, and its first row and column.
-struct Slab {
-  int sample, row, col;
-
-  __device__ Slab(const Slabs& slabs, int index)
-      : sample(index / slabs.down / slabs.across),
-        row(index % slabs.down * slabs.rows),
-        col(index / slabs.down % slabs.across * slabs.cols) {}
-};
-
-// How the gradient of the weight is shared out. A block has 64 of the output's channels and 8 of the
-// input's, and walks down slabs of the map; its warps have 16 channels each or, of fewer, take turns at the
-// pixels.
-struct WeightGradientPlan {
-  int channel_warps;
-  Slabs slabs;
-  int out_blocks, in_blocks;
-  int blocks;  // for each pair of these and each window
-  int slots;   // in which sums stand apart until the end
-};
-
-// The same for the input's. A block has 8 of its channels and a few slabs; of each of their rows, stages of
-// some of the output's channels come into shared memory one after the other.
-struct InputGradientPlan {
-  int slab_warps;
-  Slabs slabs;
-  int in_blocks, blocks;
-  int stages;  // of a row
-  int shared_bytes;
-};
 
 // Why the kernels do not serve; empty if they do.
 std::string reason_against_gradients(const BackwardProblem& problem, const cuda::Card& card);
@@ -79,14 +32,6 @@ cudaError_t launch_balance(const Tensor& weight, float* balance, cudaStream_t st
 // [windows][channel_warps][kSlotValues].
 cudaError_t launch_sum_of_slots(const float* slots, const WeightGradientPlan& plan, const ConvShape& shape,
                                 const float* balance, float* grad_weight, cudaStream_t stream);
-
-// How many parts a value has as an operand of the tensor cores: see cuda/device/split.cuh.
-inline int parts_of(const ConvBackward& conv) {
-  return conv.input.dtype == DType::kFloat32 && !conv.conv.tf32 ? 2 : 1;
-}
-
-// How the conv of a problem looks. Throws std::overflow_error where sizes of a sample do not fit in ints.
-ConvShape conv_shape(const BackwardProblem& problem);
 
 class ConvGradients {
  public:

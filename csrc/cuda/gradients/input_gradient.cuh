@@ -8,18 +8,16 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kInputThreads = 128;
-constexpr int kInputWarps = kInputThreads / kWarpThreads;
-constexpr int kWarpBlocks = 2;  // of 16 pixels, that a warp has
-constexpr int kWarpPixels = kWarpBlocks * 16;
-constexpr int kStageChunks = 4;  // of the output's channels, that come in together
-constexpr int kStageSteps = kStageChunks / 2;
-constexpr int kStages = 2;
+using cuda::InputLayout;
+using cuda::kInputWarps;
+using cuda::kStageChunks;
+using cuda::kStages;
+using cuda::kStageSteps;
+using cuda::kStepWords;
+using cuda::kWarpBlocks;
+using cuda::kWarpPixels;
 
-constexpr int kStepWords = kTaps * kTaps * kWarpThreads;  // pairs of words of the weight, for one step's part
-
-// Units of a slab's row: its pixels and those that the taps add.
-FUSEDCONV_INLINE int stage_cols(int slab_warps) { return slab_warps * kWarpPixels + kTaps - 1; }
+constexpr int kInputThreads = kInputWarps * kWarpThreads;
 
 struct InputGradientWork {
   ConvShape shape;
@@ -28,18 +26,6 @@ struct InputGradientWork {
   Tensor weight;
   Elements grad_input;  // contiguous
   int slabs;            // of all samples
-};
-
-// In shared memory: stages, each of [slabs][chunks][parts][cols] units, then the words of a window of the
-// weight, [steps][parts][taps across][taps down][lanes].
-struct InputLayout {
-  int stage_units, weights_at, bytes;
-
-  FUSEDCONV_INLINE InputLayout(const InputGradientPlan& plan, int parts) {
-    stage_units = kInputWarps / plan.slab_warps * kStageChunks * parts * stage_cols(plan.slab_warps);
-    weights_at = kStages * stage_units * int(sizeof(uint4));
-    bytes = weights_at + plan.stages * kStageSteps * parts * kStepWords * int(sizeof(uint2));
-  }
 };
 
 template <class Mode>
@@ -52,10 +38,10 @@ class InputGradientBlock {
         layout_(work.plan, kParts),
         stages_(reinterpret_cast<uint4*>(shared)),
         weights_(reinterpret_cast<uint2*>(shared + layout_.weights_at)),
-        cols_(stage_cols(work.plan.slab_warps)),
+        cols_(work.plan.stage_cols()),
         lane_(threadIdx.x % kWarpThreads),
         warp_(threadIdx.x / kWarpThreads),
-        slabs_at_once_(kInputWarps / work.plan.slab_warps),
+        slabs_at_once_(work.plan.slabs_at_once()),
         slab_of_warp_(warp_ / work.plan.slab_warps),
         warp_col_(warp_ % work.plan.slab_warps * kWarpPixels) {}
 

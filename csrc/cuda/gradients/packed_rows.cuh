@@ -1,15 +1,18 @@
 // Rows of a map as operands of the tensor cores: of each pixel units of 8 channels, so that a shift along the
 // row is a shift by whole units. Float32 is scaled by a power of two, one for each row of all channels, and
-// split: see cuda/device/split.cuh. So channels that differ by no more than 2^17 in size keep all of their
-// digits.
+// split: see scales.cuh and split.cuh in cuda/device. So channels that differ by no more than 2^17 in size
+// keep all of their digits.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/device/split.cuh"
+#include "plan/gradient_plan.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
+
+using cuda::kUnitChannels;
 
 // The last ones before the first row are zeros; those behind the last row may be read, and are anything.
 constexpr int kGuardUnits = 256;
@@ -29,8 +32,6 @@ struct PackedRows {
   FUSEDCONV_INLINE int64_t row_units() const { return int64_t(chunks) * parts * pitch; }
   __device__ uint4* row(int64_t index) const { return units + index * row_units(); }
 };
-
-inline int chunks_of(int channels) { return ((channels - 1) / (2 * kUnitChannels) + 1) * 2; }
 
 // By all threads of a block: a row of channels in shared memory, [channels][pitch]. row is counted through
 // all samples; largest is the row's largest finite_magnitude, of float32.
@@ -59,7 +60,7 @@ __device__ void pack_row_as(const PackedRows& to, int64_t row, const float* valu
         if (k < channels) x[k] = from[k * pitch] * scale;
       }
     }
-    PackedUnit parts[Mode::kParts];
+    PackedUnit<kUnitChannels> parts[Mode::kParts];
     pack_unit<Mode>(x, parts);
     uint4* const unit = units + chunk * Mode::kParts * to.pitch + col;
 #pragma unroll

@@ -58,6 +58,16 @@ __device__ inline void store_slot(float* slot, const float (&sums)[kTaps][kTaps]
   }
 }
 
+// A slab: its sample, and its first row and column.
+struct Slab {
+  int sample, row, col;
+
+  __device__ Slab(const cuda::Slabs& slabs, int index)
+      : sample(index / slabs.down / slabs.across),
+        row(index % slabs.down * slabs.rows),
+        col(index / slabs.down % slabs.across * slabs.cols) {}
+};
+
 // The first taps of a window of the kernel.
 struct WindowPlace {
   int down, across;

@@ -8,14 +8,14 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kWeightThreads = 128;
-constexpr int kWeightWarps = kWeightThreads / kWarpThreads;
-constexpr int kBlockChannels = kWeightWarps * kTileChannels;
-constexpr int kBlockChunks = kBlockChannels / kUnitChannels;
-constexpr int kStepPixels = 16;
-constexpr int kMostSlabCols = 64;
-constexpr int kInputCols = kMostSlabCols + kTaps - 1;
-constexpr int kInputRows = 4;  // that stand in shared memory: those of the taps and the next one
+using cuda::kBlockChunks;
+using cuda::kInputCols;
+using cuda::kInputRows;
+using cuda::kMostSlabCols;
+using cuda::kStepPixels;
+using cuda::kWeightWarps;
+
+constexpr int kWeightThreads = kWeightWarps * kWarpThreads;
 
 // Of a multiprocessor, at the least: the registers of a thread follow.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -40,8 +40,8 @@ struct WeightShared {
   uint4 input[kInputRows][kParts][kInputCols];
 };
 
-inline int weight_shared_bytes(int parts) { return parts * int(sizeof(WeightShared<1>)); }
-static_assert(sizeof(WeightShared<2>) == 2 * sizeof(WeightShared<1>));
+static_assert(sizeof(WeightShared<1>) == cuda::weight_shared_bytes(1));
+static_assert(sizeof(WeightShared<2>) == cuda::weight_shared_bytes(2));
 
 template <class Mode>
 class WeightGradientBlock {
