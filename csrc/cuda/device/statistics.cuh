@@ -131,15 +131,6 @@ cudaError_t launch_group_statistics(FloatsOrDoubles<Part> parts, int64_t parts_p
                                     int64_t channels, int64_t pixels, const Arguments& arguments,
                                     const StatisticsOutput& to, bool overlaps, cudaStream_t stream);
 
-// As launch_group_statistics, for parts of channels: parts is [N][C][parts_per_channel].
-inline cudaError_t launch_statistics(FloatsOrDoubles<Part> parts, int64_t parts_per_channel, int64_t samples,
-                                     int64_t channels, int64_t pixels, const Arguments& arguments,
-                                     const StatisticsOutput& to, bool overlaps, cudaStream_t stream) {
-  const int64_t group_channels = channels / arguments.num_groups;
-  return launch_group_statistics(parts, parts_per_channel * group_channels, samples, channels, pixels,
-                                 arguments, to, overlaps, stream);
-}
-
 // Queues norms without weight and bias: norms is [N][C], statistics is [N][groups].
 cudaError_t launch_unit_norms(const GroupStatistics* statistics, int64_t samples, int64_t channels,
                               int64_t groups, FloatsOrDoubles<Norm> norms, cudaStream_t stream);

@@ -6,7 +6,7 @@
 #include "cuda/device/launch.cuh"
 #include "cuda/device/workspace.cuh"
 #include "direct.cuh"
-#include "launch_pieces.cuh"
+#include "kernel.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -56,11 +56,16 @@ class GivenRun {
     return launch_copy(output_, problem_.output, stream);
   }
 
-  static cudaError_t load() {
+  static cudaError_t load(const cuda::Card& card) {
     if constexpr (!kStores) {
       if (const cudaError_t status = load_kernel(direct_kernel<Chain, T>())) return status;
     }
-    if constexpr (kStores || kNeedsStatistics) return load_pieces<Chain, T>();
+    if constexpr (kNeedsStatistics) {
+      if (const cudaError_t status = load_statistics()) return status;
+    }
+    if constexpr (kStores || kNeedsStatistics)
+      return cudaFuncSetAttribute(given_chain<Chain, T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  card.shared_bytes);
     return cudaSuccess;
   }
 
@@ -78,18 +83,26 @@ class GivenRun {
   }
 
   void plan(bool channels_last, const cuda::Card& card) {
-    const cuda::GivenTraits traits = given_traits<Chain, T>(input_.dtype);
+    const int bytes = int(bytes_of(input_.dtype));
+    const cuda::GivenTraits traits{kNeedsStatistics, Chain::Reduce::kReducesChannels, bytes, int(sizeof(T)),
+                                   kVectorBytes / bytes};
     const GivenShape shape = shape_of_work(channels_last);
     const int widest = widest_load(traits, shape);
-    work_ = given_work<T>(shape, plan_given(traits, shape, may_start(widest) ? widest : 1, card), input_,
-                          problem_.arguments);
+    work_.shape = shape;
+    work_.plan = plan_given(traits, shape, may_start(widest) ? widest : 1, card);
+    work_.input = {input_.data, input_.dtype};
     work_.output = output_;
+    work_.arguments = problem_.arguments;
     work_.statistics = problem_.statistics;
+    work_.share_of_value = 1 / (double(shape.channels / shape.groups) * double(shape.pixels));
+    work_.pieces = (Checked(shape.samples) * work_.plan.units * work_.plan.slices).value();
     if (kNeedsStatistics && !work_.plan.resident) {
-      work_.parts = workspace_.take<Part<double>>(count_of_parts(work_));
+      work_.parts = workspace_.take<Part<double>>(Checked(shape.samples) * shape.groups * parts_per_group());
       norms_ = workspace_.take<Norm<T>>(Checked(shape.samples) * shape.channels);
     }
   }
+
+  Checked parts_per_group() const { return Checked(work_.plan.units_per_group) * work_.plan.slices; }
 
   // Whether loads and stores of so many elements may start where the tensors do. The elements divide a row:
   // so it is the same for every sample.
@@ -115,15 +128,35 @@ class GivenRun {
     GivenWork<T> work = work_;
     const bool overlaps = kNeedsStatistics && overlaps_kernels_;
     if constexpr (kNeedsStatistics) {
-      if (work.plan.resident) return launch_pieces<Chain, T>(work, GivenStep::kWhole, false, stream);
-      if (const cudaError_t status = launch_norms<Chain, T>(work, norms_, overlaps, stream)) return status;
+      if (work.plan.resident) return launch_pieces(work, GivenStep::kWhole, false, stream);
+      if (const cudaError_t status = launch_norms(overlaps, stream)) return status;
       work.norms = norms_;
     }
     if constexpr (kStores) {
-      return launch_pieces<Chain, T>(work, GivenStep::kFinish, overlaps, stream);
+      return launch_pieces(work, GivenStep::kFinish, overlaps, stream);
     } else {
-      return launch_direct<Chain, T>(work, overlaps, stream);
+      return launch_direct<Chain>(work, overlaps, stream);
     }
+  }
+
+  // Each block has a piece; those of a group are a cluster, where the step is the whole of the chain.
+  static cudaError_t launch_pieces(GivenWork<T> work, GivenStep step, bool overlaps, cudaStream_t stream) {
+    work.step = step;
+    const int cluster = step == GivenStep::kWhole ? int(work.plan.slices) : 1;
+    LaunchShape shape{grid_of(work.pieces, cluster), work.plan.threads, int(work.plan.shared_bytes),
+                      overlaps};
+    if (step == GivenStep::kFinish) shape.shared_bytes = work.plan.tile_at;  // the parameters only
+    shape.cluster = cluster;
+    return launch_kernel(given_chain<Chain, T>, shape, stream, work);
+  }
+
+  // Each channel's norm, by way of parts. overlaps: within; the first kernel never does.
+  cudaError_t launch_norms(bool overlaps, cudaStream_t stream) const {
+    const GivenShape& shape = work_.shape;
+    if (const cudaError_t status = launch_pieces(work_, GivenStep::kMoments, false, stream)) return status;
+    return launch_group_statistics(work_.parts, parts_per_group().value(), shape.samples, shape.channels,
+                                   shape.pixels, work_.arguments, {norms_, work_.statistics}, overlaps,
+                                   stream);
   }
 
   const Problem& problem_;
@@ -168,10 +201,10 @@ struct GivenChain {
   }
 
   // Loads every kernel onto the current device and lets it use all of its shared memory.
-  static cudaError_t load() {
+  static cudaError_t load(const cuda::Card& card) {
     if (const cudaError_t status = load_copy()) return status;
-    if (const cudaError_t status = GivenRun<Chain, float>::load()) return status;
-    return GivenRun<Chain, double>::load();
+    if (const cudaError_t status = GivenRun<Chain, float>::load(card)) return status;
+    return GivenRun<Chain, double>::load(card);
   }
 };
 

@@ -41,7 +41,7 @@ struct RunChain {
   }
 
   static cudaError_t load(const cuda::Card& card) {
-    if (const cudaError_t status = GivenChain<Chain>::load()) return status;
+    if (const cudaError_t status = GivenChain<Chain>::load(card)) return status;
     if (const cudaError_t status = Backward::load(card)) return status;
     if constexpr (kHasConv) return ConvChain<Chain>::load(card);
     return cudaSuccess;

@@ -126,9 +126,10 @@ struct ConvChain {
 
   static cudaError_t launch_norms(const ConvProblem& p, const Card& card, cudaStream_t stream) {
     const ConvTiling& t = p.tiling;
-    return launch_statistics(p.parts, parts_per_channel(t), p.input.size[0], t.out_channels,
-                             int64_t(t.out_size[0]) * t.out_size[1], p.arguments, {p.norms, p.statistics},
-                             card.overlaps_kernels, stream);
+    const int64_t parts_per_group = parts_per_channel(t) * (t.out_channels / p.arguments.num_groups);
+    return launch_group_statistics(p.parts, parts_per_group, p.input.size[0], t.out_channels,
+                                   int64_t(t.out_size[0]) * t.out_size[1], p.arguments,
+                                   {p.norms, p.statistics}, card.overlaps_kernels, stream);
   }
 };
 
