@@ -178,9 +178,9 @@ inline int64_t channels_of_groups(const GivenShape& shape, int64_t least, int64_
 }
 
 // Every group, or every sample where the channels are reduced, in the shared memory of a block, or of a
-// cluster of blocks. strip_bytes: of neighbouring channels, at the least, where channels are last.
+// cluster of blocks. pixel_bytes: of a pixel, at the least, where channels are last.
 inline bool plan_resident(GivenPlan& plan, const GivenTraits& traits, const GivenShape& shape,
-                          const Card& card, int strip_bytes) {
+                          const Card& card, int pixel_bytes) {
   // Of a block's values, where a cluster may have so many blocks. More is computed for each where the
   // channels are reduced.
   const int64_t some_bytes = (traits.reduces_channels ? 16 : 48) * 1024;
@@ -188,7 +188,7 @@ inline bool plan_resident(GivenPlan& plan, const GivenTraits& traits, const Give
   const bool last = shape.channels_last;
   const int64_t row_bytes = (Checked(shape.pixels) * traits.element_bytes).value();
   const int64_t least_channels =
-      last ? strip_bytes / traits.element_bytes : divide_up(kLeastBytes, row_bytes);
+      last ? pixel_bytes / traits.element_bytes : divide_up(kLeastBytes, row_bytes);
   // Where samples are read again, they come from the L2 in part: that is better than a block alone on a
   // multiprocessor, which loads and computes in turns.
   const int64_t most_bytes = traits.reduces_channels ? card.shared_bytes / 2 : card.shared_bytes;
@@ -219,8 +219,8 @@ inline bool plan_resident(GivenPlan& plan, const GivenTraits& traits, const Give
 // Whole lines of memory if possible, else whole sectors at least.
 inline bool plan_resident(GivenPlan& plan, const GivenTraits& traits, const GivenShape& shape,
                           const Card& card) {
-  for (const int strip_bytes : {128, 64, 32}) {
-    if (plan_resident(plan, traits, shape, card, strip_bytes)) return true;
+  for (const int pixel_bytes : {128, 64, 32}) {
+    if (plan_resident(plan, traits, shape, card, pixel_bytes)) return true;
   }
   return false;
 }
