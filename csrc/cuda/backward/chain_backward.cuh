@@ -2,6 +2,8 @@
 // where that serves, else a few samples at a time. Reads from top to bottom.
 #pragma once
 
+#include <variant>
+
 #include "cuda/device/workspace.cuh"
 #include "cuda/gradients/conv_gradients.cuh"
 #include "cuda/passes/conv_output.cuh"
@@ -71,8 +73,7 @@ class PackedBackwardRun {
     conv.output.data = v_;
     if (const cudaError_t status = launch_conv_output(conv, plan_.conv, conv_workspace_, card_, stream))
       return status;
-    if (const cudaError_t status =
-            chain_.with_conv().launch_packed_step(first, samples, v_, gradients_.grads(), stream))
+    if (const cudaError_t status = chain_.launch_packed_step(first, samples, v_, gradients_.grads(), stream))
       return status;
     return gradients_.launch_step(first, samples, stream);
   }
@@ -83,7 +84,7 @@ class PackedBackwardRun {
   Workspace workspace_;
   float* const v_;
   void* const conv_workspace_;
-  const BackwardSteps<Chain> chain_;
+  const BackwardRun<Chain, float> chain_;
   const ConvGradients gradients_;
 };
 
@@ -109,7 +110,7 @@ class StripBackwardRun {
   cudaError_t launch(cudaStream_t stream) const {
     if (const cudaError_t status = strips_.launch_before(stream)) return status;
     if (const cudaError_t status = launch_findings(stream)) return status;
-    if (const cudaError_t status = chain_.with_conv().launch_strips(strips_.work(), stream)) return status;
+    if (const cudaError_t status = chain_.launch_strips(strips_.work(), stream)) return status;
     if (const cudaError_t status = chain_.launch_parameters(stream)) return status;
     return strips_.launch_weight(stream);
   }
@@ -120,16 +121,15 @@ class StripBackwardRun {
   }
 
   cudaError_t launch_findings(cudaStream_t stream) const {
-    const BackwardRun<Chain, float>& chain = chain_.with_conv();
     const int64_t samples = problem_.v.size[0];
     if constexpr (Chain::kNeedsStatistics) {
-      if (!chain.runs()) return cudaSuccess;
-      if (const cudaError_t status = chain.launch_norms(0, samples, stream)) return status;
+      if (!chain_.runs()) return cudaSuccess;
+      if (const cudaError_t status = chain_.launch_norms(0, samples, stream)) return status;
       for (int64_t first = 0; first < samples; first += plan_.step_samples) {
         const Problem conv =
             chain_problem<Chain>(problem_, first, std::min(plan_.step_samples, samples - first));
         if (const cudaError_t status = FindingPasses<Chain>::launch(conv, plan_.conv, conv_workspace_,
-                                                                    chain.findings(first), card_, stream))
+                                                                    chain_.findings(first), card_, stream))
           return status;
       }
     }
@@ -142,7 +142,7 @@ class StripBackwardRun {
   const StripGradients strips_;
   Workspace workspace_;
   void* const conv_workspace_;
-  const BackwardSteps<Chain> chain_;
+  const BackwardRun<Chain, float> chain_;
 };
 
 // The same where v is given, whose gradient the caller has memory for.
@@ -150,24 +150,36 @@ template <class Chain>
 class GivenBackwardRun {
  public:
   GivenBackwardRun(const BackwardProblem& problem, void* memory, const cuda::Card& card)
-      : problem_(problem),
-        workspace_(memory),
-        chain_(problem, {StepKind::kTensor, problem.v.size[0], 0, 0}, workspace_, card) {}
+      : problem_(problem), workspace_(memory), chain_(make_chain(card)) {}
 
   size_t workspace_bytes() const { return workspace_.bytes(); }
-  bool fits() const { return chain_.fits(); }
+  bool fits() const {
+    return std::visit([](const auto& chain) { return chain.fits(); }, chain_);
+  }
 
   cudaError_t launch(cudaStream_t stream) const {
-    if (const cudaError_t status =
-            chain_.launch_step(0, problem_.v.size[0], problem_.v.data, problem_.grad_v, stream))
-      return status;
-    return chain_.launch_parameters(stream);
+    const auto launch_chain = [&](const auto& chain) {
+      if (const cudaError_t status =
+              chain.launch_step(0, problem_.v.size[0], problem_.v.data, problem_.grad_v, stream))
+        return status;
+      return chain.launch_parameters(stream);
+    };
+    return std::visit(launch_chain, chain_);
   }
 
  private:
+  using AnyRun = std::variant<BackwardRun<Chain, float>, BackwardRun<Chain, double>>;
+
+  AnyRun make_chain(const cuda::Card& card) {
+    const StepShape step{StepKind::kTensor, problem_.v.size[0], 0, 0};
+    if (problem_.v.dtype == DType::kFloat64)
+      return BackwardRun<Chain, double>(problem_, step, workspace_, card);
+    return BackwardRun<Chain, float>(problem_, step, workspace_, card);
+  }
+
   const BackwardProblem& problem_;
   Workspace workspace_;
-  const BackwardSteps<Chain> chain_;
+  const AnyRun chain_;
 };
 
 template <class Chain, bool kHasConv>
@@ -191,7 +203,8 @@ struct ChainBackward {
   }
 
   static cudaError_t load(const cuda::Card& card) {
-    if (const cudaError_t status = BackwardSteps<Chain>::load()) return status;
+    if (const cudaError_t status = BackwardRun<Chain, float>::load()) return status;
+    if (const cudaError_t status = BackwardRun<Chain, double>::load()) return status;
     if constexpr (kHasConv) {
       using Run = BackwardRun<Chain, float>;
       if (const cudaError_t status = Run::load_packing(card)) return status;

@@ -6,8 +6,6 @@
 // plan and no sum of a sample depends on its batch; the input's gradient does not there either.
 #pragma once
 
-#include <variant>
-
 #include "channel_sums.cuh"
 #include "cuda/device/workspace.cuh"
 #include "findings.cuh"
@@ -31,7 +29,8 @@ struct StepShape {
   int64_t slices;
 };
 
-// One call that computes in T.
+// One call that computes in T; with a conv, that is float. Takes its memory from the workspace (a null base
+// only counts). All steps are of one kind.
 template <class Chain, class T>
 class BackwardRun {
  public:
@@ -80,6 +79,8 @@ class BackwardRun {
             {grad, has_pairs(grad), sums_from(after_norm_, plane)}};
   }
 
+  // Queues the gradient of v of `samples` samples from `first_sample` on. v (problem.v.dtype) and grad_v
+  // (problem.grad_v_dtype) are contiguous memory of these samples alone; the rest is of all samples.
   cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
                           cudaStream_t stream) const {
     if (!runs_) return cudaSuccess;
@@ -143,6 +144,7 @@ class BackwardRun {
            PackMemory<Chain>::bytes(size[1], pack_pitch(size[3])) <= card.shared_bytes;
   }
 
+  // After the steps of all samples: the gradients of the parameters, each the sum over a channel of all.
   cudaError_t launch_parameters(cudaStream_t stream) const {
     ParameterGradients gradients{{}, std::is_same_v<T, double>};
     bool any = false;
@@ -160,6 +162,7 @@ class BackwardRun {
                                 card.shared_bytes);
   }
 
+  // The kernels of steps that give a tensor, and those before packed rows.
   static cudaError_t load() {
     if constexpr (kPools) {
       if (const cudaError_t status = load_kernel(max_pool_table<Chain, T>)) return status;
@@ -459,53 +462,6 @@ class BackwardRun {
   T* window_value_ = nullptr;
   T* most_ = nullptr;
   T* factor_ = nullptr;
-};
-
-// Takes its memory from the workspace (a null base only counts). All steps are of one kind.
-template <class Chain>
-class BackwardSteps {
- public:
-  BackwardSteps(const BackwardProblem& problem, const StepShape& step, Workspace& workspace,
-                const cuda::Card& card)
-      : run_(make_run(problem, step, workspace, card)) {}
-
-  // Queues the gradient of v of `samples` samples from `first_sample` on. v (problem.v.dtype) and grad_v
-  // (problem.grad_v_dtype) are contiguous memory of these samples alone; the rest is of all samples.
-  cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
-                          cudaStream_t stream) const {
-    return std::visit(
-        [&](const auto& run) { return run.launch_step(first_sample, samples, v, grad_v, stream); }, run_);
-  }
-
-  // Whether its kernels serve.
-  bool fits() const {
-    return std::visit([](const auto& run) { return run.fits(); }, run_);
-  }
-
-  // The other kinds of steps are of a problem with a conv, which computes in float.
-  const BackwardRun<Chain, float>& with_conv() const { return std::get<BackwardRun<Chain, float>>(run_); }
-
-  // After the steps of all samples: the gradients of the parameters, each the sum over a channel of all.
-  cudaError_t launch_parameters(cudaStream_t stream) const {
-    return std::visit([&](const auto& run) { return run.launch_parameters(stream); }, run_);
-  }
-
-  // Loads the kernels of steps that give a tensor onto the current device, and those before packed rows.
-  static cudaError_t load() {
-    if (const cudaError_t status = BackwardRun<Chain, float>::load()) return status;
-    return BackwardRun<Chain, double>::load();
-  }
-
- private:
-  using Run = std::variant<BackwardRun<Chain, float>, BackwardRun<Chain, double>>;
-
-  static Run make_run(const BackwardProblem& problem, const StepShape& step, Workspace& workspace,
-                      const cuda::Card& card) {
-    if (problem.v.dtype == DType::kFloat64) return BackwardRun<Chain, double>(problem, step, workspace, card);
-    return BackwardRun<Chain, float>(problem, step, workspace, card);
-  }
-
-  Run run_;
 };
 
 }  // namespace FUSEDCONV_TARGET
