@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import Conv2d
 from torch.nn.modules.normalization import GroupNorm
 
+from . import _register  # noqa: F401  (defines torch.ops.fusedconv)
 from ._stock import is_stock_conv, is_stock_norm
 from .chains import as_pair
 from .config import precision_to_record
@@ -151,7 +152,7 @@ WHY_CALLED = {
 def _tell_once(message: str, warns: bool) -> None:
     _log.info(message)
     if warns:
-        warnings.warn(message, stacklevel=4)  # at the caller of from_modules
+        warnings.warn(message, stacklevel=5)  # at the caller of from_modules
 
 
 _Geometry = tuple[()] | tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
@@ -166,23 +167,58 @@ def _shortest(
     return stride, padding, dilation, groups
 
 
-class _ConvChain(nn.Module):
-    """What the modules share: the conv, and whether an operator may run it.
+def _forward(chain: str) -> Callable[[Any, Tensor], Tensor]:
+    """Of the module of a chain. TorchScript finds operators in a closure, but none that a class holds."""
+    behind_conv, with_conv = (getattr(torch.ops.fusedconv, name) for name in (chain, f"conv2d_{chain}"))
 
-    TorchScript reads the properties once, when it scripts, and compiles only the branch that they choose. A
-    ``forward`` has ``else`` even after a ``return``, because TorchScript would compile what stands behind it.
+    def forward(self: Any, input: Tensor) -> Tensor:
+        geometry = self._geometry
+        if not self._stock_norm:
+            output: Tensor = self._step_by_step(self.conv(input))
+        elif geometry is None:
+            output = behind_conv(self.conv(input), *self._arguments(), precision=_precision())
+        else:
+            output = with_conv(
+                input, *self._conv_parameters(), *self._arguments(), *geometry, precision=_precision()
+            )
+        return output
+
+    return forward
+
+
+class _ConvChain(nn.Module):
+    """What the modules share. Each says which chain it is, and what that takes.
+
+    TorchScript reads the properties once, when it scripts, and compiles only the branch that they choose. What it
+    compiles has ``else`` even after a ``return``, because it would compile what stands behind that.
     """
 
-    __constants__: tuple[str, ...] = ("_geometry",)
-    __jit_unused_properties__: tuple[str, ...] = ("_geometry", "_operator")
+    __constants__: tuple[str, ...] = ("_geometry", "_stock_norm")
+    __jit_unused_properties__: tuple[str, ...] = ("_geometry", "_operator", "_stock_norm")
 
-    _chain = ""  # the operator without its conv
+    _chain: str  # the operator without its conv
+    _stock_norm: bool = True  # whether an operator does what the norm does, if there is one
 
-    def _take_conv(self, conv: nn.Conv2d) -> None:
+    def _take(self, conv: nn.Conv2d) -> None:
         _check_part("conv", conv, nn.Conv2d, *_OTHER_CONVS, nn.GroupNorm)
         super().__init__()
         self.conv = conv
         self.training = conv.training
+
+    @classmethod
+    def _of(cls, *parts: Any) -> Self:
+        module = cls.__new__(cls)
+        module._take(*parts)
+        module._tell_what_is_called()
+        return module
+
+    def _arguments(self) -> Any:
+        """The chain's own, as its operators take them."""
+        raise NotImplementedError
+
+    def _step_by_step(self, v: Tensor) -> Tensor:
+        """The chain where its norm is called by itself."""
+        raise NotImplementedError
 
     @property
     def _geometry(self) -> _Geometry | None:
@@ -198,9 +234,8 @@ class _ConvChain(nn.Module):
         if conv.padding != "same" or stride != (1, 1):  # the conv says what is wrong
             return None
         kernel = cast(Tensor, conv._parameters["weight"]).shape[2:]
-        total = [
-            d * (int(size) - 1) for d, size in zip(dilation, kernel, strict=False)
-        ]  # jit.trace has tensors
+        # jit.trace has tensors
+        total = [d * (int(size) - 1) for d, size in zip(dilation, kernel, strict=False)]
         if any(pixels % 2 for pixels in total):  # more on one side than on the other
             return None
         return _shortest(stride, tuple(pixels // 2 for pixels in total), dilation, conv.groups)
@@ -241,20 +276,16 @@ class _ConvChain(nn.Module):
 class _ConvNormChain(_ConvChain):
     """The same with a GroupNorm."""
 
-    __constants__: tuple[str, ...] = ("_geometry", "_stock_norm")
-    __jit_unused_properties__ = ("_geometry", "_operator", "_stock_norm")
+    # The operator for the steps between the conv and a norm that is not stock.
+    _before_norm: str | None = None
 
-    _before_norm: str | None = (
-        None  # the operator for the steps between the conv and a norm that is not stock
-    )
-
-    def _take_conv_norm(self, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> None:
-        self._take_conv(conv)
+    def _take(self, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> None:  # type: ignore[override]
+        super()._take(conv)
         _check_part("group_norm", group_norm, nn.GroupNorm, *_OTHER_CONVS, nn.Conv2d)
         self.group_norm = group_norm
 
     @property
-    def _stock_norm(self) -> bool:
+    def _stock_norm(self) -> bool:  # type: ignore[override]
         return is_stock_norm(cast(nn.Module, self._modules["group_norm"]))
 
     def _norm_arguments(self) -> tuple[int, Tensor | None, Tensor | None, float]:
@@ -286,6 +317,7 @@ class ConvReLUHardswish(_ConvChain):
     """
 
     _chain = "relu_hardswish"
+    forward = _forward(_chain)
 
     @_constructor
     def __init__(
@@ -295,7 +327,7 @@ class ConvReLUHardswish(_ConvChain):
         kernel_size: int | tuple[int, int],
         **options: Unpack[ConvOptions],
     ) -> None:
-        self._take_conv(_conv2d(in_channels, out_channels, kernel_size, **options))
+        self._take(_conv2d(in_channels, out_channels, kernel_size, **options))
 
     @classmethod
     def from_modules(cls, conv: nn.Conv2d) -> Self:
@@ -304,21 +336,10 @@ class ConvReLUHardswish(_ConvChain):
         Raises:
             TypeError: for a part that cannot stand for an ``nn.Conv2d``.
         """
-        module = cls.__new__(cls)
-        module._take_conv(conv)
-        module._tell_what_is_called()
-        return module
+        return cls._of(conv)
 
-    def forward(self, input: Tensor) -> Tensor:
-        geometry = self._geometry
-        if geometry is None:
-            v = self.conv(input)
-            output: Tensor = torch.ops.fusedconv.relu_hardswish(v, precision=_precision())
-        else:
-            output = torch.ops.fusedconv.conv2d_relu_hardswish(
-                input, *self._conv_parameters(), *geometry, precision=_precision()
-            )
-        return output
+    def _arguments(self) -> tuple[()]:
+        return ()
 
 
 class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
@@ -332,6 +353,7 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
 
     _chain = "bias_scale_sigmoid_group_norm"
     _before_norm = "bias_scale_sigmoid"
+    forward = _forward(_chain)
 
     @_constructor
     def __init__(
@@ -352,8 +374,10 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
             nn.GroupNorm(num_groups, out_channels, **place),
         )
 
-    def _take(self, conv: nn.Conv2d, bias: Tensor, scale: Tensor, group_norm: nn.GroupNorm) -> None:
-        self._take_conv_norm(conv, group_norm)
+    def _take(  # type: ignore[override]
+        self, conv: nn.Conv2d, bias: Tensor, scale: Tensor, group_norm: nn.GroupNorm
+    ) -> None:
+        super()._take(conv, group_norm)
         self.bias = _parameter("bias", bias)
         self.scale = _parameter("scale", scale)
 
@@ -365,27 +389,15 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
             TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``, or a ``bias`` or
                 ``scale`` that is no tensor.
         """
-        module = cls.__new__(cls)
-        module._take(conv, bias, scale, group_norm)
-        module._tell_what_is_called()
-        return module
+        return cls._of(conv, bias, scale, group_norm)
 
-    def forward(self, input: Tensor) -> Tensor:
-        geometry = self._geometry
-        if not self._stock_norm:
-            v = self.conv(input)
-            output: Tensor = self.group_norm(
-                torch.ops.fusedconv.bias_scale_sigmoid(v, self.bias, self.scale, precision=_precision())
-            )
-        elif geometry is None:
-            output = torch.ops.fusedconv.bias_scale_sigmoid_group_norm(
-                self.conv(input), self.bias, self.scale, *self._norm_arguments(), precision=_precision()
-            )
-        else:
-            output = torch.ops.fusedconv.conv2d_bias_scale_sigmoid_group_norm(
-                input, *self._conv_parameters(), self.bias, self.scale, *self._norm_arguments(),
-                *geometry, precision=_precision(),
-            )  # fmt: skip
+    def _arguments(self) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None, float]:
+        groups, weight, bias, eps = self._norm_arguments()
+        return self.bias, self.scale, groups, weight, bias, eps
+
+    def _step_by_step(self, v: Tensor) -> Tensor:
+        v = torch.ops.fusedconv.bias_scale_sigmoid(v, self.bias, self.scale, precision=_precision())
+        output: Tensor = self.group_norm(v)
         return output
 
     def extra_repr(self) -> str:
@@ -402,7 +414,8 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
     """
 
     _chain = "group_norm_scale_max_pool_clamp"
-    __constants__ = (*_ConvNormChain.__constants__, "maxpool_kernel_size", "clamp_min", "clamp_max")
+    forward = _forward(_chain)
+    __constants__ = (*_ConvChain.__constants__, "maxpool_kernel_size", "clamp_min", "clamp_max")
 
     @_constructor
     def __init__(
@@ -427,7 +440,7 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
             clamp_max,
         )
 
-    def _take(
+    def _take(  # type: ignore[override]
         self,
         conv: nn.Conv2d,
         group_norm: nn.GroupNorm,
@@ -436,7 +449,7 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
         clamp_min: float | None,
         clamp_max: float | None,
     ) -> None:
-        self._take_conv_norm(conv, group_norm)
+        super()._take(conv, group_norm)
         self.scale = _parameter("scale", scale)
         self.maxpool_kernel_size = as_pair(maxpool_kernel_size)
         # TorchScript takes no int for a float
@@ -459,29 +472,19 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
             TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``, or a ``scale`` that is
                 no tensor.
         """
-        module = cls.__new__(cls)
-        module._take(conv, group_norm, scale, maxpool_kernel_size, clamp_min, clamp_max)
-        module._tell_what_is_called()
-        return module
+        return cls._of(conv, group_norm, scale, maxpool_kernel_size, clamp_min, clamp_max)
 
-    def forward(self, input: Tensor) -> Tensor:
-        geometry = self._geometry
-        if not self._stock_norm:
-            output: Tensor = F.max_pool2d(
-                self.group_norm(self.conv(input)) * self.scale, self.maxpool_kernel_size
-            )
-            if self.clamp_min is not None or self.clamp_max is not None:
-                output = torch.clamp(output, self.clamp_min, self.clamp_max)
-        elif geometry is None:
-            output = torch.ops.fusedconv.group_norm_scale_max_pool_clamp(
-                self.conv(input), *self._norm_arguments(), self.scale, self.maxpool_kernel_size,
-                self.clamp_min, self.clamp_max, precision=_precision(),
-            )  # fmt: skip
-        else:
-            output = torch.ops.fusedconv.conv2d_group_norm_scale_max_pool_clamp(
-                input, *self._conv_parameters(), *self._norm_arguments(), self.scale, self.maxpool_kernel_size,
-                self.clamp_min, self.clamp_max, *geometry, precision=_precision(),
-            )  # fmt: skip
+    def _arguments(
+        self,
+    ) -> tuple[int, Tensor | None, Tensor | None, float, Tensor, tuple[int, int], float | None, float | None]:
+        groups, weight, bias, eps = self._norm_arguments()
+        pool = self.maxpool_kernel_size
+        return groups, weight, bias, eps, self.scale, pool, self.clamp_min, self.clamp_max  # type: ignore[return-value]
+
+    def _step_by_step(self, v: Tensor) -> Tensor:
+        output = F.max_pool2d(self.group_norm(v) * self.scale, self.maxpool_kernel_size)
+        if self.clamp_min is not None or self.clamp_max is not None:
+            output = torch.clamp(output, self.clamp_min, self.clamp_max)
         return output
 
     def extra_repr(self) -> str:
@@ -500,6 +503,7 @@ class ConvGroupNormSiLU(_ConvNormChain):
     """
 
     _chain = "group_norm_silu"
+    forward = _forward(_chain)
 
     @_constructor
     def __init__(
@@ -512,7 +516,7 @@ class ConvGroupNormSiLU(_ConvNormChain):
         eps: float = 1e-5,
         **options: Unpack[ConvOptions],
     ) -> None:
-        self._take_conv_norm(
+        self._take(
             _conv2d(in_channels, out_channels, kernel_size, **options),
             nn.GroupNorm(num_groups, out_channels, float(eps), **_place(options)),
         )
@@ -524,24 +528,13 @@ class ConvGroupNormSiLU(_ConvNormChain):
         Raises:
             TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``.
         """
-        module = cls.__new__(cls)
-        module._take_conv_norm(conv, group_norm)
-        module._tell_what_is_called()
-        return module
+        return cls._of(conv, group_norm)
 
-    def forward(self, input: Tensor) -> Tensor:
-        geometry = self._geometry
-        if not self._stock_norm:
-            output: Tensor = F.silu(self.group_norm(self.conv(input)))
-        elif geometry is None:
-            output = torch.ops.fusedconv.group_norm_silu(
-                self.conv(input), *self._norm_arguments(), precision=_precision()
-            )
-        else:
-            output = torch.ops.fusedconv.conv2d_group_norm_silu(
-                input, *self._conv_parameters(), *self._norm_arguments(), *geometry, precision=_precision()
-            )
-        return output
+    def _arguments(self) -> tuple[int, Tensor | None, Tensor | None, float]:
+        return self._norm_arguments()
+
+    def _step_by_step(self, v: Tensor) -> Tensor:
+        return F.silu(self.group_norm(v))
 
 
 class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
@@ -554,6 +547,7 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
     """
 
     _chain = "group_norm_tanh_hardswish_logsumexp"
+    forward = _forward(_chain)
 
     @_constructor
     def __init__(
@@ -565,7 +559,7 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
         eps: float = 1e-5,
         **options: Unpack[ConvOptions],
     ) -> None:
-        self._take_conv_norm(
+        self._take(
             _conv2d(in_channels, out_channels, kernel_size, **options),
             nn.GroupNorm(groups, out_channels, float(eps), **_place(options)),
         )
@@ -577,23 +571,11 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
         Raises:
             TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``.
         """
-        module = cls.__new__(cls)
-        module._take_conv_norm(conv, group_norm)
-        module._tell_what_is_called()
-        return module
+        return cls._of(conv, group_norm)
 
-    def forward(self, input: Tensor) -> Tensor:
-        geometry = self._geometry
-        if not self._stock_norm:
-            v = self.conv(input)
-            h = F.hardswish(torch.tanh(self.group_norm(v)))
-            output: Tensor = torch.logsumexp(v + h, dim=1, keepdim=True)
-        elif geometry is None:
-            output = torch.ops.fusedconv.group_norm_tanh_hardswish_logsumexp(
-                self.conv(input), *self._norm_arguments(), precision=_precision()
-            )
-        else:
-            output = torch.ops.fusedconv.conv2d_group_norm_tanh_hardswish_logsumexp(
-                input, *self._conv_parameters(), *self._norm_arguments(), *geometry, precision=_precision()
-            )
-        return output
+    def _arguments(self) -> tuple[int, Tensor | None, Tensor | None, float]:
+        return self._norm_arguments()
+
+    def _step_by_step(self, v: Tensor) -> Tensor:
+        h = F.hardswish(torch.tanh(self.group_norm(v)))
+        return torch.logsumexp(v + h, dim=1, keepdim=True)
