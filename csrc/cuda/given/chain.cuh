@@ -115,10 +115,9 @@ class GivenRun {
   GivenShape shape_of_work(bool channels_last) const {
     const int64_t* size = input_.size;
     const int64_t pixels = size[2] * size[3];
-    if (!kNeedsStatistics && kStores) {  // samples are nothing of their own, nor even channels perhaps
-      if (!Chain::kReadsChannel) return {1, 1, element_count(input_), false, 1, 1};
-      if (channels_last) return {1, size[1], size[0] * pixels, true, 1, 1};
-    }
+    if (kIsFlat<Chain>) return {1, 1, element_count(input_), false, 1, 1};
+    if (!kNeedsStatistics && kStores && channels_last)  // samples are nothing of their own
+      return {1, size[1], size[0] * pixels, true, 1, 1};
     const int64_t groups = kNeedsStatistics ? problem_.arguments.num_groups : 1;
     const int64_t window_pixels = Chain::Reduce::kPools ? problem_.arguments.pool[0] * size[3] : 1;
     return {size[0], size[1], pixels, channels_last, groups, window_pixels};

@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<T>)
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
   const int64_t block = block_index() % blocks_per_sample;
-  visit_raw_load(work, [&](auto load) { reduce_channels<Chain, decltype(load)>(work, sample, block); });
+  visit_raw_load<Chain>(work,
+                        [&](auto load) { reduce_channels<Chain, decltype(load)>(work, sample, block); });
 }
 
 template <class Chain, class T>

@@ -32,13 +32,13 @@ class PieceOfChain {
     moments.set_norms();
     __syncthreads();
     if constexpr (Chain::Reduce::kStores) {
-      visit_load(block_.work,
-                 [&](auto load) { store_values<Chain, false>(GivenTile<decltype(load)>(block_)); });
+      visit_load<Chain>(block_.work,
+                        [&](auto load) { store_values<Chain, false>(GivenTile<decltype(load)>(block_)); });
     } else if constexpr (Chain::Reduce::kPools) {
       pool_windows<Chain>(block_);
     } else {
-      visit_raw_load(block_.work,
-                     [&](auto load) { reduce_channels<Chain>(GivenTile<decltype(load)>(block_)); });
+      visit_raw_load<Chain>(block_.work,
+                            [&](auto load) { reduce_channels<Chain>(GivenTile<decltype(load)>(block_)); });
     }
   }
 
@@ -67,13 +67,13 @@ class PieceOfChain {
       if constexpr (Chain::kNeedsStatistics) block_.load_norms();
       __syncthreads();
     }
-    visit_raw_load(block_.work,
-                   [&](auto load) { store_values<Chain, true>(GivenTile<decltype(load)>(block_)); });
+    visit_raw_load<Chain>(block_.work,
+                          [&](auto load) { store_values<Chain, true>(GivenTile<decltype(load)>(block_)); });
   }
 
   // Of the values, which are in shared memory then.
   __device__ void take_moments() const {
-    visit_raw_load(block_.work, [&](auto load) {
+    visit_raw_load<Chain>(block_.work, [&](auto load) {
       const GivenTile<decltype(load)> tile(block_);
       tile.copy_values();
       block_.template load_parameters<Chain>(true);

@@ -48,11 +48,15 @@ struct Load {
   __device__ static constexpr int channel_of(int k) { return kOfChannels ? k : 0; }
 };
 
-template <class Element, class T, class Visit>
+// Whether pixels, channels and samples are all the same to a chain: it gets v as one run of pixels.
+template <class Chain>
+constexpr bool kIsFlat = Chain::Reduce::kStores && !Chain::kReadsChannel && !Chain::kNeedsStatistics;
+
+template <class Chain, class Element, class T, class Visit>
 __device__ void visit_wide_load(const GivenWork<T>& work, const Visit& visit) {
   constexpr int kWide = kVectorBytes / int(sizeof(Element));
   constexpr int kWideChannels = kWide < cuda::kMostWideChannels ? kWide : cuda::kMostWideChannels;
-  if (work.shape.channels_last) {
+  if (!kIsFlat<Chain> && work.shape.channels_last) {
     visit(Load<Element, kWideChannels, true>{});
   } else if (work.plan.width == kWide) {
     visit(Load<Element, kWide, false>{});
@@ -62,29 +66,29 @@ __device__ void visit_wide_load(const GivenWork<T>& work, const Visit& visit) {
 }
 
 // Calls visit with the Load of the plan, known when compiled.
-template <class T, class Visit>
+template <class Chain, class T, class Visit>
 __device__ void visit_load(const GivenWork<T>& work, const Visit& visit) {
   visit_element<T>(work.input.dtype, [&](auto element) {
     using Element = decltype(element);
     if (work.plan.width == 1) {
       visit(Load<Element, 1, false>{});
     } else {
-      visit_wide_load<Element>(work, visit);
+      visit_wide_load<Chain, Element>(work, visit);
     }
   });
 }
 
 // The same with less code: where memory takes the time, or what is done with each value, a branch for each
 // wide load does not count.
-template <class T, class Visit>
+template <class Chain, class T, class Visit>
 __device__ void visit_raw_load(const GivenWork<T>& work, const Visit& visit) {
   const DType dtype = work.input.dtype;
   if (work.plan.width == 1)
     return visit_element<T>(dtype, [&](auto element) { visit(Load<decltype(element), 1, false>{}); });
   if constexpr (sizeof(T) == sizeof(float)) {
-    if (dtype != DType::kFloat32) return visit_wide_load<uint16_t>(work, visit);
+    if (dtype != DType::kFloat32) return visit_wide_load<Chain, uint16_t>(work, visit);
   }
-  visit_wide_load<T>(work, visit);
+  visit_wide_load<Chain, T>(work, visit);
 }
 
 struct Piece {
