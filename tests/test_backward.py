@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fusedconv
 from chains_table import BY_NAME, CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
 from cuda_conv import forget
 from fusedconv import _C, _backward, _conv, _launch, _register
@@ -433,6 +434,47 @@ def test_a_freed_tensor_is_an_error_in_backward_too(row: Row) -> None:
         kind, text = failure(y.sum().backward)
         assert kind is RuntimeError
         assert f"{name} has no memory" in text
+
+
+@conv_rows
+def test_a_freed_tensor_is_an_error_where_pytorch_runs_the_conv(row: Row) -> None:
+    """It would read what is not there."""
+    gen = generator(row.chain, "freed for PyTorch")
+    own = draw_own(row, 4, gen, groups=2)
+    x, weight, bias = torch.zeros(1, 2, 9, 9), torch.zeros(4, 1, 3, 3), torch.zeros(4)
+    tensors = {"input": x, "weight": weight, "conv_bias": bias, **own}
+    for name in (name for name, value in tensors.items() if isinstance(value, Tensor)):
+        values = map_tensors(tensors, torch.clone)
+        leaf = values["input"].requires_grad_()
+        given = [values[name] for name in ("weight", "conv_bias")]
+        y = row.conv_op(leaf * 1 if name != "input" else leaf, *given, {n: values[n] for n in own}, groups=2)
+        values[name].data.untyped_storage().resize_(0)
+        kind, text = failure(lambda y=y: y.sum().backward())
+        assert kind is RuntimeError
+        assert f"{name} has no memory" in text
+
+
+@conv_rows
+def test_who_computes_a_conv_is_asked_once(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a signature, in either direction, where no flag has a say."""
+    choose, asked = _conv.choose, []
+
+    def counted(*args: Any) -> Any:
+        asked.append(args[4:])
+        return choose(*args)
+
+    monkeypatch.setattr(_conv, "choose", counted)
+    forget()
+    gen = generator(row.chain, "asked once")
+    own = draw_own(row, 4, gen, groups=2)
+    x, weight = randn(gen, 1, 2, 9, 9).requires_grad_(), randn(gen, 4, 1, 3, 3).requires_grad_()
+    for _ in range(2):
+        torch.autograd.grad(row.conv_op(x, weight, None, own, groups=2).sum(), [x, weight])
+        assert len(asked) == 4  # v's twice, then the gradients'
+    with fusedconv.float32_precision("ieee"):
+        torch.autograd.grad(row.conv_op(x, weight, None, own, groups=2).sum(), [x, weight])
+    assert len(asked) > 8
+    forget()
 
 
 def test_what_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
