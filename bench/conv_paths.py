@@ -7,22 +7,22 @@ compute or pack a multiple of their output, are left out: there is no choice.
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from rich.progress import track
 
 from _report import save
 from conv_shapes import LAYOUTS, SAMPLE_SECONDS, SAMPLES, Call, begin, drawn, seconds
-from fusedconv import _launch
+from fusedconv import _C
 from fusedconv._conv import prepared_convolution
 from fusedconv._register import OPERATORS
 
-_MOST_COMPUTED = 20  # times the output
+_MOST_COMPUTED = 20  # times the output; packed as many times input and output
 
 
 def runs(chain: str, args: list[Any]) -> dict[str, Call]:
@@ -30,11 +30,19 @@ def runs(chain: str, args: list[Any]) -> dict[str, Call]:
     rules = OPERATORS[f"conv2d_{chain}"]
     output, source = rules.operator.example(args), prepared_convolution(args, None)
     found: dict[str, Call] = {}
-    for name, reason in (("own", None), ("pytorch", "asked for")):
-        with patch.object(_launch, "_reason_for_pytorch", lambda args, reason=reason: reason):
-            run = rules.kernels.launcher.prepare_cpu(args, output, source, None)
-        found[name] = partial(run, args, None)
+    for name, path in (("own", "direct"), ("pytorch", "two-step")):
+        os.environ["FUSEDCONV_CPU_PATH"] = path
+        found[name] = partial(rules.kernels.launcher.prepare_cpu(args, output, source, None), args, None)
+    del os.environ["FUSEDCONV_CPU_PATH"]
     return found
+
+
+def costs_a_multiple(plan: _C.Plan) -> bool:
+    numbers = {"computed": 0, "pixels": 0, "packed": 0, "values": 0} | plan.numbers
+    return (
+        numbers["computed"] > _MOST_COMPUTED * numbers["pixels"]
+        or numbers["packed"] > _MOST_COMPUTED * numbers["values"]
+    )
 
 
 def compare(calls: dict[str, Call], order: random.Random) -> dict[str, float]:
@@ -61,19 +69,19 @@ def main() -> None:
             for layout, memory_format in LAYOUTS.items():
                 (x, weight, bias, gamma, beta), conv, groups = drawn(shape, memory_format)
                 geometry = [conv[name] for name in ("stride", "padding", "dilation", "groups")]
-                pixels, computed, packed = _launch._pixels_on_cpu([x, weight, *geometry])
                 eager = partial(torch.conv2d, x, weight, bias, *geometry)
                 eager()
-                if seconds(eager) > given.most / 1e3 or max(computed, packed) > _MOST_COMPUTED * pixels:
+                # The same for each chain.
+                plan = OPERATORS["conv2d_relu_hardswish"].kernels.launcher.plan_cpu([x, weight, bias, *geometry])
+                if seconds(eager) > given.most / 1e3 or costs_a_multiple(plan):
                     continue
                 for chain, own in {
                     "relu_hardswish": [],
                     "group_norm_silu": [groups, gamma, beta, 1e-5],
                 }.items():
                     args = [x, weight, bias, *own, *geometry]
-                    is_own = _launch._reason_for_pytorch(args) is None
                     times = compare(runs(chain, args), order)
-                    chosen = {"chosen": "own" if is_own else "pytorch"}
+                    chosen = {"chosen": "own" if plan.is_ours else "pytorch"}
                     found.append({**shape, "chain": chain, "layout": layout, **chosen, **times})
     save("conv-paths", {"convs": found}, given.output)
 

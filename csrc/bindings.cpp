@@ -15,6 +15,8 @@
 #include "core/problem.h"
 #include "cpu/dispatch.h"
 #include "cuda/host/entry.h"
+#include "plan/conv_plan.h"
+#include "plan/cpu_policy.h"
 
 namespace py = pybind11;
 
@@ -23,12 +25,14 @@ namespace {
 
 using Pair = std::array<int64_t, 2>;
 using Quad = std::array<int64_t, 4>;
-using PyTensor = std::pair<std::string, int>;               // name, dtype
-using PyForm = std::tuple<int, Quad, Quad>;                 // dtype, sizes, strides
-using PyConv = std::tuple<PyForm, Pair, Pair, Pair, bool>;  // weight, stride, padding, dilation, tf32
+using PyTensor = std::pair<std::string, int>;  // name, dtype
+using PyForm = std::tuple<int, Quad, Quad>;    // dtype, sizes, strides
+// weight, stride, padding, dilation, groups, tf32
+using PyConv = std::tuple<PyForm, Pair, Pair, Pair, int64_t, bool>;
 using PyConvInput = std::pair<PyForm, PyConv>;
 // num_groups, eps, pool_size, clamp_min, clamp_max
 using PyNumbers = std::tuple<int64_t, double, Pair, double, double>;
+using PyCard = std::tuple<int, int, int>;  // compute capability, multiprocessors, shared bytes of a block
 
 void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
@@ -41,9 +45,14 @@ Tensor to_tensor(const PyForm& from) {
 }
 
 Conv to_conv(const PyConv& from) {
-  const auto& [weight, stride, padding, dilation, tf32] = from;
-  return {to_tensor(weight),          {},  {stride[0], stride[1]}, {padding[0], padding[1]},
-          {dilation[0], dilation[1]}, tf32};
+  const auto& [weight, stride, padding, dilation, groups, tf32] = from;
+  return {to_tensor(weight),
+          {},
+          {stride[0], stride[1]},
+          {padding[0], padding[1]},
+          {dilation[0], dilation[1]},
+          tf32,
+          groups};
 }
 
 // The gradient of the input has the same form.
@@ -93,9 +102,7 @@ class Named {
     return at;
   }
 
-  // For a plan, which may look at what there is, and at no pointer.
-  Places present() const { return places(std::vector<uintptr_t>(slots_.size(), kSomewhere)); }
-
+  bool has(Slot slot) const { return std::find(slots_.begin(), slots_.end(), slot) != slots_.end(); }
   DType dtype(Slot slot) const { return dtypes_[slot]; }
   Parameter parameter(Slot slot, const Places& at) const { return {at[slot], dtypes_[slot]}; }
 
@@ -107,8 +114,6 @@ class Named {
   }
 
  private:
-  static constexpr uintptr_t kSomewhere = 256;
-
   std::vector<size_t> slots_;
   std::array<DType, kNames.size()> dtypes_{};
 };
@@ -116,14 +121,8 @@ class Named {
 // What was prepared for a device, if anything was.
 template <class Prepared>
 const Prepared& prepared(const std::optional<Prepared>& cuda) {
-  if (!cuda || !cuda->runs) throw std::invalid_argument("fusedconv: this launch is not prepared for CUDA");
+  if (!cuda || !cuda->run) throw std::invalid_argument("fusedconv: this launch is not prepared for CUDA");
   return *cuda;
-}
-
-// Bytes of memory that a run wants and the plan in words; -1 where the conv is left to PyTorch.
-template <class Prepared>
-std::pair<int64_t, std::string> told(const Prepared& cuda) {
-  return {cuda.runs ? int64_t(cuda.workspace) : -1, cuda.plan};
 }
 
 // A problem that is made once and run often, by several threads at a time: each run brings its own pointers.
@@ -145,11 +144,11 @@ class Launch {
         [&](const Problem& problem) { run_on_cpu(cpu_kernel_, problem, threads); });
   }
 
-  std::pair<int64_t, std::string> prepare_cuda(int device) {
+  Plan prepare_cuda(int device) {
     Problem problem = problem_;
     if (conv_) problem.conv = &*conv_;
     cuda_ = prepare_on_cuda(chain_, problem, device);
-    return told(*cuda_);
+    return cuda_->plan;
   }
 
   void on_cuda(const std::vector<uintptr_t>& pointers, uintptr_t output, uintptr_t statistics,
@@ -202,7 +201,14 @@ class Backward {
     problem_.grad_dtype = tensors_.dtype(kGrad);
     problem_.arguments = to_arguments(numbers);
     problem_.grad_v_dtype = static_cast<DType>(grad_v_dtype);
-    problem_.wants_v = wants_v;
+    problem_.wants = {wants_v,
+                      gradients_.has(kInput),
+                      gradients_.has(kWeight),
+                      gradients_.has(kConvBias),
+                      gradients_.has(kBias),
+                      gradients_.has(kScale),
+                      gradients_.has(kNormWeight),
+                      gradients_.has(kNormBias)};
     if (conv) conv_ = to_conv_backward(*conv);
   }
 
@@ -212,10 +218,11 @@ class Backward {
         [&](const BackwardProblem& problem) { run_backward_on_cpu(cpu_kernel_, problem, threads); });
   }
 
-  std::pair<int64_t, std::string> prepare_cuda(int device) {
-    run(tensors_.present(), gradients_.present(), 0,
-        [&](const BackwardProblem& problem) { cuda_ = prepare_backward_on_cuda(chain_, problem, device); });
-    return told(*cuda_);
+  Plan prepare_cuda(int device) {
+    BackwardProblem problem = problem_;
+    if (conv_) problem.conv = &*conv_;
+    cuda_ = prepare_backward_on_cuda(chain_, problem, device);
+    return cuda_->plan;
   }
 
   void on_cuda(const std::vector<uintptr_t>& pointers, const std::vector<uintptr_t>& gradients,
@@ -265,6 +272,41 @@ class Backward {
   BackwardProblem problem_{};
 };
 
+std::map<std::string, int64_t> numbers_of(const Plan& plan) {
+  std::map<std::string, int64_t> numbers;
+  for (const Remark& remark : plan.remarks)
+    for (const auto& [name, value] : numbers_of(remark)) numbers[name] = value;
+  return numbers;
+}
+
+std::string reason_of(const Plan& plan) {
+  return plan.remarks.empty() ? "" : name_of(plan.remarks.front().reason);
+}
+
+Plan plan_conv(const PyForm& input, const PyConv& conv, const std::string& instructions) {
+  return plan_conv_on_cpu(to_tensor(input), to_conv(conv), instructions_named(instructions));
+}
+
+Plan plan_conv_gradients(const PyForm& input, const PyConv& conv, const std::string& instructions) {
+  return plan_conv_gradients_on_cpu(to_tensor(input), to_conv(conv), instructions_named(instructions));
+}
+
+Plan plan_chain_gradients(const PyForm& v) { return plan_chain_gradients_on_cpu(to_tensor(v)); }
+
+// For tests of what no machine at hand has.
+Plan plan_for_card(const PyForm& input, const PyConv& conv, const PyForm& output,
+                   const std::optional<Pair>& pool, bool waits_for_norms, const PyCard& card) {
+  const Conv own = to_conv(conv);
+  Problem problem{to_tensor(input), &own, {}, to_tensor(output)};
+  for (int d = 0; d < 2; ++d) problem.arguments.pool[d] = pool ? (*pool)[d] : 1;
+  const auto& [capability, multiprocessors, shared_bytes] = card;
+  const cuda::ConvSource source = capability < 80    ? cuda::ConvSource::kNone
+                                  : capability == 90 ? cuda::ConvSource::kSm90a
+                                                     : cuda::ConvSource::kSm80;
+  return told(cuda::plan_conv(problem, {pool.has_value(), waits_for_norms},
+                              {capability, multiprocessors, shared_bytes, capability >= 90, source}));
+}
+
 std::map<std::string, std::string> build_info() {
   return {{"version", FUSEDCONV_VERSION},
           {"compiler", FUSEDCONV_COMPILER},
@@ -285,10 +327,20 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
     }
   });
   check_cuda_source();  // a wrong name is an ImportError, not one of some later call
+  asked_cpu_path();
   module.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
   module.attr("FLOAT64") = static_cast<int>(DType::kFloat64);
   module.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
   module.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
+  py::class_<Plan>(module, "Plan")
+      .def_property_readonly("path", [](const Plan& plan) { return name_of(plan.path); })
+      .def_property_readonly("instructions", [](const Plan& plan) { return name_of(plan.instructions); })
+      .def_property_readonly("reason", &reason_of)
+      .def_property_readonly("numbers", py::overload_cast<const Plan&>(&numbers_of))
+      .def_property_readonly("words", py::overload_cast<const Plan&>(&words_of))
+      .def_property_readonly("workspace_bytes", [](const Plan& plan) { return plan.workspace; })
+      .def_property_readonly("is_ours", &Plan::is_ours)
+      .def("__str__", [](const Plan& plan) { return name_of(plan.path) + (", " + words_of(plan)); });
   py::class_<Launch>(module, "Launch")
       .def(py::init<const std::string&, const std::vector<PyTensor>&, const PyForm&,
                     const std::optional<PyConv>&, const PyNumbers&, const PyForm&>())
@@ -302,6 +354,10 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
       .def("on_cpu", &Backward::on_cpu)
       .def("on_cuda", &Backward::on_cuda)
       .def("prepare_cuda", &Backward::prepare_cuda);
+  module.def("plan_conv_on_cpu", &plan_conv);
+  module.def("plan_conv_gradients_on_cpu", &plan_conv_gradients);
+  module.def("plan_chain_gradients_on_cpu", &plan_chain_gradients);
+  module.def("plan_for_card", &plan_for_card);
   module.def("cuda_chains", [] { return py::tuple(py::cast(cuda_chains())); });
   module.def("cuda_status", &cuda_status);
   module.def("build_info", &build_info);

@@ -48,6 +48,23 @@ SIZES = (
 )  # no tail, tail of one, tail of all but one, for vectors of 4, 8 and 16
 
 
+@dataclass(frozen=True)
+class Planned:
+    """In place of the extension's plan, where a launch is emulated."""
+
+    path: str
+    words: str = ""
+    instructions: str = ""
+    workspace_bytes: int = 0
+
+    @property
+    def is_ours(self) -> bool:
+        return self.path in ("direct", "chain")
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.words}"
+
+
 def relative_error(y: Tensor, reference: Tensor) -> float:
     if y.numel() == 0:
         return 0.0

@@ -17,9 +17,9 @@ from torch import Tensor
 import fusedconv
 from chains_table import BY_NAME, CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
 from cuda_conv import forget
-from fusedconv import _C, _backward, _conv, _launch, _register
+from fusedconv import _C, _backward, _conv, _register
 from gradients import check_gradients, gradients
-from helpers import GRADIENT_BOUNDS, SIZES, failure, new_process, on, profile, same_bits
+from helpers import GRADIENT_BOUNDS, SIZES, Planned, failure, new_process, on, profile, same_bits
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
@@ -46,8 +46,7 @@ dtypes_of_devices = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _kernels_on_small_maps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_backward, "_LEAST_PIXELS", 1)
-    monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
+    monkeypatch.setenv("FUSEDCONV_CPU_PATH", "direct")
     forget()
     yield
     forget()
@@ -480,12 +479,12 @@ def test_who_computes_a_conv_is_asked_once(row: Row, monkeypatch: pytest.MonkeyP
 def test_what_is_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps of few pixels, and bounds that the kernel takes for none: NaN passes them in one way and not in the other."""
     calls = Calls(monkeypatch).chain
-    monkeypatch.setattr(_backward, "_LEAST_PIXELS", 256)
+    monkeypatch.delenv("FUSEDCONV_CPU_PATH")
     row = BY_NAME["group_norm_scale_max_pool_clamp"]
     for size, bounds, expected in (
-        (16, (None, 0.5), 1),
-        (15, (None, 0.5), 0),
-        (16, (-math.inf, math.inf), 0),
+        (6, (None, 0.5), 1),
+        (5, (None, 0.5), 0),
+        (6, (-math.inf, math.inf), 0),
     ):
         calls.clear()
         own = draw_own(row, 4, generator(size), pool_size=2, clamp_min=bounds[0], clamp_max=bounds[1])
@@ -525,15 +524,15 @@ class OnCuda(_C.Backward):
         super().__init__(*args)
         _, self.tensors, self.v, self.conv, _, _, self.gradients, self.wants_v = args
 
-    def prepare_cuda(self, device: int) -> tuple[int, str]:
-        return (0, "direct, emulated") if self.conv is None or self.serves else (-1, "two-step, emulated")
+    def prepare_cuda(self, device: int) -> Any:
+        return Planned("direct" if self.conv is None or self.serves else "two-step", "emulated")
 
     def on_cuda(self, pointers: Any, gradients: Any, grad_v: int, workspace: int, stream: int) -> None:
         if self.conv is None:
             self.on_cpu(pointers, gradients, grad_v, 2)
             return
         assert grad_v == 0
-        (_, size, _), (weight, stride, padding, dilation, _) = self.conv
+        (_, size, _), (weight, stride, padding, dilation, *_) = self.conv
         channels = self.v[1][1]
         at = dict(zip([name for name, _ in self.tensors], pointers, strict=True))
         shapes = {"input": size, "weight": weight[1]}

@@ -13,7 +13,7 @@ import torch
 
 from chains_table import BY_NAME, CONV_ROWS, Row, generator, randn
 from cuda_conv import IEEE, SAME, Call, Case, cases, draw, forget
-from fusedconv import _C, _backward, _launch
+from fusedconv import _C
 from gradients import check_conv_gradients, conv_gradients, named, plain_gradients, smooth_direction
 from helpers import new_process, profile, same_bits
 
@@ -39,13 +39,7 @@ VALUES: dict[str, Sequence[Any]] = {
 @pytest.fixture(autouse=True)
 def _wherever_they_serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Our gradients run also where they are not the faster ones."""
-    monkeypatch.setattr(_backward, "_LEAST_PIXELS", 1)
-    monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
-    for limit in (
-        "_MOST_CHANNELS", "_MOST_CHANNELS_OF_NARROW", "_MOST_PRODUCTS", "_MOST_INPUT_CHANNELS",
-        "_MOST_COMPUTED", "_MOST_PACKED", "_MOST_CHANNEL_PAIRS", "_FEW_VALUES", "_FEW_VALUES_OF_AVX512", "_FEW_IDLE",
-    ):  # fmt: skip
-        monkeypatch.setattr(_launch, limit, 2**20)
+    monkeypatch.setenv("FUSEDCONV_CPU_PATH", "direct")
     forget()
     yield
     forget()
@@ -231,8 +225,8 @@ def test_where_our_gradients_run(
     row: Row, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise PyTorch's conv backward does."""
-    monkeypatch.undo()
-    monkeypatch.setattr(_launch, "_GRADIENTS_ON", _C.cpu_isas())
+    monkeypatch.delenv("FUSEDCONV_CPU_PATH")
+    monkeypatch.setattr(_C, "cpu_isa", lambda: "avx2")
     caplog.set_level("DEBUG", logger="fusedconv")
     forget()
 
@@ -251,7 +245,7 @@ def test_where_our_gradients_run(
     assert not ours(Case(2, (8, 64), (10, 10), groups=8))  # few pixels
     assert not ours(Case(2, (8, 64), (40, 40), groups=8), dtype=torch.float64)
     assert not ours(Case(2, (8, 64), (40, 40), groups=8), stride=2)
-    monkeypatch.setattr(_launch, "_GRADIENTS_ON", ())
+    monkeypatch.setattr(_C, "cpu_isa", lambda: "baseline")
     assert not ours(Case(2, (8, 64), (41, 41), groups=8))  # another call: the first one's launch is prepared
 
 
@@ -262,13 +256,10 @@ import sys
 import torch
 from chains_table import CONV_ROWS
 from cuda_conv import IEEE, Case, draw
-from fusedconv import _C, _backward, _launch
+from fusedconv import _C
 from gradients import check_conv_gradients
 
 assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()
-_backward._LEAST_PIXELS = 1
-_launch._GRADIENTS_ON = _C.cpu_isas()
-_launch._MOST_CHANNELS = _launch._MOST_CHANNELS_OF_NARROW = 99
 for row in CONV_ROWS:
     for case in (
         Case(2, (3, 5), (18, 19), groups=1, padding=(1, 1)),
@@ -282,4 +273,5 @@ print("right")
 
 @pytest.mark.parametrize("level", _C.cpu_isas())
 def test_each_instruction_set_is_right(level: str) -> None:
-    assert "right" in new_process(LEVELS, level, environment={"FUSEDCONV_CPU_ISA": level})
+    environment = {"FUSEDCONV_CPU_ISA": level, "FUSEDCONV_CPU_PATH": "direct"}
+    assert "right" in new_process(LEVELS, level, environment=environment)

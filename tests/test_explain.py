@@ -36,7 +36,7 @@ from fusedconv._explain import _explain_operator
 from fusedconv._measure import copy_rate, interleaved, product_rate
 from fusedconv._register import OPERATORS
 from fusedconv.workloads import OTHER_WORKLOADS, WORKLOADS
-from helpers import failure, new_process, profile
+from helpers import Planned, failure, new_process, profile
 
 conv_rows = pytest.mark.parametrize("row", CONV_ROWS, ids=lambda row: row.chain)
 CONVOLUTION = ("aten::convolution",)
@@ -431,12 +431,13 @@ class Launch:
     def __init__(self, chain: str, tensors: Any, input: Any, conv: Any, numbers: Any, output: Any) -> None:
         self._conv, self._channels = conv, input[1][1]
 
-    def prepare_cuda(self, device: int) -> tuple[int, str]:
+    def prepare_cuda(self, device: int) -> Planned:
         if self._conv is None:
-            return 512, ""
-        if self._channels > 64:
-            return -1, "two-step, many channels"
-        return 1024, "direct, sm_90a, tiles" + (" of tf32" if self._conv[-1] else "")
+            return Planned("chain", workspace_bytes=512)
+        *_, groups, tf32 = self._conv
+        if groups > 1 or self._channels > 64:
+            return Planned("two-step", "groups" if groups > 1 else "many channels")
+        return Planned("direct", "sm_90a, tiles" + (" of tf32" if tf32 else ""), "sm_90a", 1024)
 
     def on_cuda(self, *args: Any) -> None:
         raise AssertionError("nothing is run here")

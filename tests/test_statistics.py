@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chains_table import CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, randn
 from cuda_conv import forget
-from fusedconv import _backward, _register
+from fusedconv import _register
 from helpers import failure, on, profile, same_bits
 
 norm_rows = pytest.mark.parametrize("row", [row for row in ROWS if row.has_norm], ids=lambda row: row.chain)
@@ -101,7 +101,7 @@ def test_backward_makes_no_gradient_for_them(row: Row) -> None:
 @pytest.mark.parametrize("given", [None, torch.zeros(1, 2, 2), torch.zeros(1, 4, 2, dtype=torch.float64)])
 def test_backward_takes_no_others(row: Row, given: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels trust dtype and size."""
-    monkeypatch.setattr(_backward, "_LEAST_PIXELS", 1)
+    monkeypatch.setenv("FUSEDCONV_CPU_PATH", "direct")
     forget()
     own = draw_own(row, 4, generator(row.chain, "shape"), groups=2)
     v = torch.zeros(1, 4, 4, 4)

@@ -27,7 +27,7 @@ struct Parameter {
   DType dtype;
 };
 
-// A Conv2d with one group. weight is (C_out, C_in, KH, KW).
+// A Conv2d. weight is (C_out, C_in / groups, KH, KW); kernels take one group only.
 struct Conv {
   Tensor weight;
   Parameter bias;
@@ -35,6 +35,7 @@ struct Conv {
   int64_t padding[2];
   int64_t dilation[2];
   bool tf32;  // float32 products of TF32 precision will do
+  int64_t groups = 1;
 };
 
 // What the stages after the conv take.
@@ -64,6 +65,12 @@ struct ConvBackward {
   void* grad_weight;  // contiguous, of the compute type; null where nobody wants it
 };
 
+// Whose gradients somebody wants.
+struct Wanted {
+  bool v, input, weight;  // v's, or what follows from it
+  bool conv_bias, bias, scale, norm_weight, norm_bias;
+};
+
 // Backward of a chain: from the gradient of its output to those of v and of the parameters, which are values
 // a channel in the compute type: double where v is, else float.
 struct BackwardProblem {
@@ -76,8 +83,8 @@ struct BackwardProblem {
   // steps keep in it what they need between them.
   void* grad_v;
   DType grad_v_dtype;
-  bool wants_v;
-  void* conv_bias;  // gradients of the parameters; null where nobody wants it. conv_bias: that of v, summed
+  Wanted wants;     // all that a plan looks at; a run brings memory for those, and null for the others
+  void* conv_bias;  // gradients of the parameters. conv_bias: that of v, summed
   void* bias;
   void* scale;
   void* norm_weight;

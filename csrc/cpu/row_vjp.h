@@ -61,7 +61,7 @@ template <class Chain>
 bool wants_last_pass(const BackwardProblem& problem) {
   const bool wants_pre = Chain::Pre::kReadsChannel && (problem.bias != nullptr || problem.scale != nullptr);
   const bool wants_all = !Chain::kNeedsStatistics;  // no sums were made yet
-  return problem.wants_v || wants_pre || wants_all;
+  return problem.wants.v || wants_pre || wants_all;
 }
 
 // The sums of what comes after the norm.

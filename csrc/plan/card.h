@@ -1,4 +1,4 @@
-// What plans need to know about a card.
+// What plans need to know about a card, and about an architecture: one row each.
 #pragma once
 
 namespace fusedconv {
@@ -16,6 +16,30 @@ struct Card {
   bool overlaps_kernels;  // a kernel may start while the one before it ends, also in a captured graph
   ConvSource source;      // of the code that it runs
 };
+
+// What kernels of an architecture have, and where they are the faster ones: measured, see bench/NOTES.md. As
+// it may not depend on the batch, with one that fills the card.
+struct Architecture {
+  int columns;         // of a tile's products
+  bool keeps_samples;  // has kernels that keep a sample in shared memory until its statistics are known
+  // PyTorch's conv is the faster one beyond so many input channels, and products for a value, of two passes
+  // where the chain waits for norms: it makes more of them.
+  int most_channels;
+  int most_products;
+  int most_exact_products;
+  // And of kernels whose taps do not fit into shared memory at once, where the chain waits for norms.
+  bool is_slower_in_parts;
+  // And of maps so small that a pooled chain's four launches take longer than PyTorch's conv and one kernel.
+  int few_tiles;
+};
+
+constexpr Architecture kSm80{128, false, 64, 1200, 600, false, 4};
+constexpr Architecture kSm90a{256, true, 64, 1200, 600, true, 4};
+
+// Thresholds for cards without kernels of a conv are sm_80's.
+inline const Architecture& architecture_of(ConvSource source) {
+  return source == ConvSource::kSm90a ? kSm90a : kSm80;
+}
 
 }  // namespace cuda
 }  // namespace fusedconv

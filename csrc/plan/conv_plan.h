@@ -1,6 +1,6 @@
 // Decides how a conv's chain runs on a card: by our own conv, and how it is cut, or by PyTorch's conv and
 // then the chain. Nothing here looks at the batch, but for one of more than 2^31 tiles, so that a sample's
-// result does not depend on the others.
+// result does not depend on the others; and nothing at a pointer.
 #pragma once
 
 #include <string>
@@ -8,15 +8,16 @@
 #include "card.h"
 #include "conv_tiling.h"
 #include "core/problem.h"
+#include "plan.h"
 
 namespace fusedconv {
 namespace cuda {
 
 struct ConvPlan {
-  ConvSource source;   // kNone: two steps
-  std::string reason;  // for the log
-  ConvTiling tiling;
-  int parts;                 // of the operands: see cuda/device/split.cuh
+  ConvSource source = ConvSource::kNone;
+  Reason reason = Reason::kNoKernels;  // for which there is no source
+  ConvTiling tiling{};
+  int parts = 0;             // of the operands: see cuda/device/split.cuh
   bool is_resident = false;  // samples stay in shared memory until their statistics are known
 };
 
@@ -33,6 +34,9 @@ std::string asked_source();
 
 // Throws std::overflow_error where sizes are beyond what can be computed: the conv is PyTorch's then.
 ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& card);
+
+// What there is to tell of it, but for the workspace.
+Plan told(const ConvPlan& plan);
 
 }  // namespace cuda
 }  // namespace fusedconv

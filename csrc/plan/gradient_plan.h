@@ -50,7 +50,9 @@ struct ConvShape {
 inline ConvShape conv_shape(const BackwardProblem& problem) {
   const Tensor& input = problem.conv->input;
   const Conv& conv = problem.conv->conv;
-  ConvShape shape{Checked(input.size[1]).to<int>(), Checked(problem.v.size[1]).to<int>()};
+  ConvShape shape{};
+  shape.in_channels = Checked(input.size[1]).to<int>();
+  shape.out_channels = Checked(problem.v.size[1]).to<int>();
   for (int d = 0; d < 2; ++d) {
     shape.in_size[d] = Checked(input.size[2 + d]).to<int>();
     shape.out_size[d] = Checked(problem.v.size[2 + d]).to<int>();

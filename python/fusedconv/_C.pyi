@@ -6,8 +6,8 @@ from collections.abc import Sequence
 Form = tuple[int, Sequence[int], Sequence[int]]
 """dtype code, sizes (N, C, H, W), strides in elements."""
 
-Conv = tuple[Form, Sequence[int], Sequence[int], Sequence[int], bool]
-"""weight, stride, padding, dilation, and whether float32 products of TF32 precision will do."""
+Conv = tuple[Form, Sequence[int], Sequence[int], Sequence[int], int, bool]
+"""weight, stride, padding, dilation, groups, and whether float32 products of TF32 precision will do."""
 
 Numbers = tuple[int, float, Sequence[int], float, float]
 """num_groups (0: no norm), eps, pool_size (1, 1: no pool), clamp_min (-inf: none), clamp_max (inf: none)."""
@@ -16,6 +16,37 @@ FLOAT32: int
 FLOAT64: int
 BFLOAT16: int
 FLOAT16: int
+
+class Plan:
+    """Who runs a call, and why. ``str`` gives the path and the words."""
+
+    @property
+    def path(self) -> str:
+        """ "direct", "two-step", "chain" or "plain", as `Explanation.path` has it."""
+
+    @property
+    def instructions(self) -> str:
+        """That our conv is made of: "baseline", "avx2", "avx512", "sm_80", "sm_90a"; else empty."""
+
+    @property
+    def reason(self) -> str:
+        """By name: csrc/plan/reason.h. Empty where the chain runs on a given tensor."""
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Those in the words, by name."""
+
+    @property
+    def words(self) -> str:
+        """Instructions, reason, and how our conv runs."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that each run wants on a CUDA device."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a kernel runs all that was asked about."""
 
 class Launch:
     """A chain on tensors of known forms, prepared once. Runs take pointers, and the GIL is released."""
@@ -37,9 +68,8 @@ class Launch:
         """``statistics``: memory for those of the norm, contiguous float64 (N, num_groups, 2), the mean and
         1 / sqrt(variance + eps) of each group; or 0."""
 
-    def prepare_cuda(self, device: int, /) -> tuple[int, str]:
-        """Plans the launch for a device. Gives the bytes of memory that each run wants, -1 where the conv is left to
-        PyTorch, and the plan of a conv in words."""
+    def prepare_cuda(self, device: int, /) -> Plan:
+        """Plans the launch for a device."""
 
     def on_cuda(
         self, pointers: Sequence[int], output: int, statistics: int, workspace: int, stream: int, /
@@ -74,8 +104,8 @@ class Backward:
         ``gradients``: pointers, in the order of the names. ``grad_v`` is overwritten whether v's gradient is wanted or
         not; where nothing is reduced it may be v; where there is a conv it is 0."""
 
-    def prepare_cuda(self, device: int, /) -> tuple[int, str]:
-        """As a launch's. -1: only the chain's part runs here, on a v that is given."""
+    def prepare_cuda(self, device: int, /) -> Plan:
+        """As a launch's. Where it is not ours and has a conv, the chain's part may be, on a v that is given."""
 
     def on_cuda(
         self,
@@ -87,6 +117,28 @@ class Backward:
         /,
     ) -> None:
         """As ``on_cpu``; ``grad_v`` is 0 where there is a conv."""
+
+def plan_conv_on_cpu(input: Form, conv: Conv, instructions: str, /) -> Plan:
+    """Of a chain with its conv."""
+
+def plan_conv_gradients_on_cpu(input: Form, conv: Conv, instructions: str, /) -> Plan:
+    """Of a chain's backward with its conv's gradients."""
+
+def plan_chain_gradients_on_cpu(v: Form, /) -> Plan:
+    """Of a chain's backward on a given v."""
+
+def plan_for_card(
+    input: Form,
+    conv: Conv,
+    output: Form,
+    pool: Sequence[int] | None,
+    waits_for_norms: bool,
+    card: tuple[int, int, int],
+    /,
+) -> Plan:
+    """As a launch's, but for the workspace, for a card that need not be here: its compute capability (90 for 9.0), its
+    multiprocessors, and the bytes of shared memory that a block may have. ``waits_for_norms``: the chain has a norm
+    and no pool."""
 
 def cuda_chains() -> tuple[str, ...]: ...
 def cuda_status(device: int, /) -> str: ...

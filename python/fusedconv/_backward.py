@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _C
 from ._conv import (
     GEOMETRY,
     TENSORS,
@@ -33,7 +34,7 @@ from ._dispatch import (
     recorder,
     returns,
 )
-from ._launch import ConvRun, Launcher, check_memory
+from ._launch import ConvRun, Launcher, check_memory, form
 from ._launch_backward import BackwardLauncher, ChainBackward, FindGradients, Gradients, Wanted
 from ._operator import Operator, Prepared
 from ._reference import Reference
@@ -45,10 +46,6 @@ from .config import get_float32_precision
 Pullback = Callable[[Function, Sequence[Tensor], Tensor], Sequence[Tensor]]
 # The conv's gradients, from v's, the operator's arguments, and which of them are asked for.
 ConvBackward = Callable[[Tensor, Sequence[Any], Sequence[bool]], Sequence[Tensor | None]]
-
-# What a plane costs by itself is as much as some pixels.
-_LEAST_PIXELS = 32
-_MOST_SIDE = 2**24  # a pool counts a window's rows and columns in float32
 
 
 def _wanted(operator: Operator, mask: Sequence[bool]) -> Wanted:
@@ -391,10 +388,8 @@ def _has_kernels(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
 
 def _has_kernels_on_cpu(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
     """Whether they serve on the CPU too, and are the faster way."""
-    if grad.dtype is not v.dtype or v.dtype not in (torch.float32, torch.float64):
-        return False
-    height, width = v.shape[2:]
-    return _has_kernels(v, grad, args) and height * width >= _LEAST_PIXELS and max(height, width) < _MOST_SIDE
+    is_ours = _C.plan_chain_gradients_on_cpu(form(v)).is_ours
+    return is_ours and grad.dtype is v.dtype and _has_kernels(v, grad, args)
 
 
 def _recorded_pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:

@@ -187,14 +187,12 @@ def _explain_kernels(
     device, precision = args[0].device, options.get("precision") or get_float32_precision()
     on_cuda = device.type == "cuda"
     moved_bytes = sum(a.nbytes for a in (*args, output) if isinstance(a, Tensor))
-    words, workspace_bytes = "chain, of a given conv's output", 0
-    if operator.has_conv and on_cuda:
-        plan = launcher.plan_cuda(args, output, device.index, precision)
-        words, workspace_bytes = plan.words, plan.workspace_bytes
-    elif operator.has_conv:
-        words = launcher.plan_cpu(args, output).words
-    path, _, reason = words.partition(", ")
+    plan = launcher.plan_conv(args, output, precision) if operator.has_conv else None
+    path, reason = ("chain", "of a given conv's output") if plan is None else (plan.path, plan.words)
     is_direct = path == "direct"
+    kernels, workspace_bytes = "CUDA" if on_cuda else _C.cpu_isa(), 0
+    if plan is not None and plan.is_ours:
+        kernels, workspace_bytes = plan.instructions, plan.workspace_bytes
     product_dtype = _product_dtype(args, precision, is_direct) if operator.has_conv else None
     if path == "two-step":
         source = prepared_convolution(args, precision)
@@ -210,7 +208,7 @@ def _explain_kernels(
         operator.name,
         path,
         reason,
-        kernels=reason.partition(", ")[0] if is_direct else "CUDA" if on_cuda else _C.cpu_isa(),
+        kernels=kernels,
         pytorch=(*seen.pytorch, *["aten::clone" for _ in launcher.unready(args, conv=is_direct)]),
         moved_bytes=moved_bytes,
         workspace_bytes=workspace_bytes if on_cuda else None,

@@ -23,8 +23,6 @@ from ._launch import (
     form,
     on_cpu,
     on_cuda,
-    reason_for_pytorchs_gradients,
-    words_on_cpu,
 )
 from .chains import IDENTITY, compute_dtype
 
@@ -116,17 +114,21 @@ class BackwardLauncher:
         whole step took longer with ours, by a tenth."""
         if not self._forward.stores:
             return None
-        plan = self._conv.plan_cpu(_of_conv(args), v)
-        self._forward.tell(args, plan.words, backward=True)
-        return None if plan.launch is None else self._conv_run(args, v, plan.launch, on_cpu(plan.launch))
+        plan = self._conv.plan_cpu(_of_conv(args))
+        self._forward.tell(args, plan, backward=True)
+        if not plan.is_ours:
+            return None
+        launch = self._conv.conv_launch(_of_conv(args), v)
+        return self._conv_run(args, v, launch, on_cpu(launch))
 
     def conv_on_cuda(self, args: Sequence[Any], v: Tensor, precision: str) -> ConvRun | None:
         """The same, where the conv's gradients are PyTorch's."""
         device = args[0].get_device()
-        plan = self._conv.plan_cuda(_of_conv(args), v, device, precision)
-        if plan.launch is None:
+        launch = self._conv.conv_launch(_of_conv(args), v, tf32=precision == "tf32")
+        plan = launch.prepare_cuda(device)
+        if not plan.is_ours:
             return None
-        return self._conv_run(args, v, plan.launch, on_cuda(plan.launch, device, plan.workspace_bytes))
+        return self._conv_run(args, v, launch, on_cuda(launch, device, plan.workspace_bytes))
 
     def _conv_run(self, args: Sequence[Any], v: Tensor, launch: _C.Launch, start: Start) -> ConvRun:
         run = self._conv.prepare(launch, _of_conv(args), v, start)
@@ -143,18 +145,19 @@ class BackwardLauncher:
         """The chain's part; None where no kernel serves."""
         device = grad.get_device()
         launch = self._launch(v, grad, args, wanted)
-        workspace_bytes, _ = launch.prepare_cuda(device)
-        if workspace_bytes < 0:
+        plan = launch.prepare_cuda(device)
+        if not plan.is_ours:
             return None
-        return self._chain(launch, v, grad, args, wanted, on_cuda(launch, device, workspace_bytes))
+        return self._chain(launch, v, grad, args, wanted, on_cuda(launch, device, plan.workspace_bytes))
 
     def all_on_cpu(
         self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted
     ) -> FindGradients | None:
         """The chain's part and the conv's, in float32; None where the conv's gradients are left to PyTorch."""
-        if reason_for_pytorchs_gradients(args, columns=v.shape[3]) is not None:
+        plan = _C.plan_conv_gradients_on_cpu(form(args[0]), self._forward.conv(args), _C.cpu_isa())
+        if not plan.is_ours:
             return None
-        self._forward.tell(args, f"{words_on_cpu(args, None)}, with the conv's gradients", backward=True)
+        self._forward.tell(args, plan, backward=True)
         launch = self._whole_launch(v, grad, args, wanted, tf32=False)
         return self._whole(grad, args, wanted, on_cpu(launch))
 
@@ -163,16 +166,13 @@ class BackwardLauncher:
     ) -> FindGradients | None:
         """The chain's part and the conv's; None where the conv is left to PyTorch."""
         device = grad.get_device()
-        if args[-1] != 1:
-            self._forward.tell(args, "two-step, groups", precision, backward=True)
-            return None
         in_compute_dtype = v.to(compute_dtype(v.dtype))
         launch = self._whole_launch(in_compute_dtype, grad, args, wanted, tf32=precision == "tf32")
-        workspace_bytes, words = launch.prepare_cuda(device)
-        self._forward.tell(args, words, precision, backward=True)
-        if workspace_bytes < 0:
+        plan = launch.prepare_cuda(device)
+        self._forward.tell(args, plan, precision, backward=True)
+        if not plan.is_ours:
             return None
-        return self._whole(grad, args, wanted, on_cuda(launch, device, workspace_bytes))
+        return self._whole(grad, args, wanted, on_cuda(launch, device, plan.workspace_bytes))
 
     def _whole_launch(
         self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted, tf32: bool

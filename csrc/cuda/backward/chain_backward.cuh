@@ -185,10 +185,10 @@ class GivenBackwardRun {
 template <class Chain, bool kHasConv>
 struct ChainBackward {
   static cuda::BackwardPlan plan(const BackwardProblem& problem, const cuda::Card& card) {
-    if (element_count(problem.v) == 0) return {true, "nothing to do"};
+    if (element_count(problem.v) == 0) return {Path::kChain};
     if (problem.conv == nullptr) return plan_given(problem, card);
     if constexpr (kHasConv) return plan_with_conv(problem, card);
-    return {false, "two-step, the chain has no conv"};
+    return cuda::leave_to_pytorch(Reason::kNoKernels);
   }
 
   static cudaError_t launch(const BackwardProblem& problem, const cuda::BackwardPlan& plan, void* workspace,
@@ -196,7 +196,8 @@ struct ChainBackward {
     if (element_count(problem.v) == 0) return cudaSuccess;
     if (problem.conv == nullptr) return GivenBackwardRun<Chain>(problem, workspace, card).launch(stream);
     if constexpr (kHasConv) {
-      if (plan.in_strips) return StripBackwardRun<Chain>(problem, plan, workspace, card).launch(stream);
+      if (plan.strip_pixels > 0)
+        return StripBackwardRun<Chain>(problem, plan, workspace, card).launch(stream);
       return PackedBackwardRun<Chain>(problem, plan, workspace, card).launch(stream);
     }
     return cudaErrorInvalidValue;
@@ -221,38 +222,36 @@ struct ChainBackward {
  private:
   static cuda::BackwardPlan plan_given(const BackwardProblem& problem, const cuda::Card& card) {
     const GivenBackwardRun<Chain> run(problem, nullptr, card);
-    if (!run.fits()) return {false, "a window of more than 2^31 values"};
-    return {true, "", {}, 0, false, run.workspace_bytes()};
+    if (!run.fits()) return {Path::kPlain, Reason::kLargeWindow};
+    cuda::BackwardPlan plan{Path::kChain};
+    plan.workspace = run.workspace_bytes();
+    return plan;
   }
 
   static cuda::BackwardPlan plan_with_conv(const BackwardProblem& problem, const cuda::Card& card) {
-    std::string reason = reason_against_gradients(problem, card);
-    if (reason.empty() && may_run_in_strips(problem, card)) {
+    if (const auto reason = cuda::reason_against_gradients(problem, card))
+      return cuda::leave_to_pytorch(*reason);
+    if (may_run_in_strips(problem, card) && has_large_windows(problem)) {
       const cuda::BackwardPlan plan = plan_strips(problem, card);
-      if (plan.runs) return plan;
+      if (plan.path == Path::kDirect) return plan;
     }
-    if (reason.empty() &&
-        !(BackwardRun<Chain, float>::may_pack(problem, card) && ConvGradients::may_run(problem, card)))
-      reason = "shared memory";
-    if (!reason.empty()) return {false, "two-step, " + reason};
+    if (!BackwardRun<Chain, float>::may_pack(problem, card) || !ConvGradients::may_run(problem, card))
+      return cuda::leave_to_pytorch(Reason::kSharedMemory);
     return plan_packed(problem, card);
   }
 
   static cuda::BackwardPlan plan_strips(const BackwardProblem& problem, const cuda::Card& card) {
     const int64_t samples = problem.v.size[0];
     // Without a norm there is nothing to find: this only tells whether forward's conv is ours.
-    cuda::BackwardPlan plan{true, "",
-                            FindingPasses<Chain>::plan(chain_problem<Chain>(problem, 0, samples), card)};
-    plan.reason = plan.conv.reason;
-    plan.runs = plan.conv.source != cuda::ConvSource::kNone && has_large_windows(problem);
-    if (!plan.runs) return plan;
+    cuda::BackwardPlan plan =
+        cuda::recompute(FindingPasses<Chain>::plan(chain_problem<Chain>(problem, 0, samples), card));
+    if (plan.path != Path::kDirect) return plan;
     if constexpr (Chain::kNeedsStatistics) {
       const size_t of_sample =
           FindingPasses<Chain>::workspace(chain_problem<Chain>(problem, 0, 1), plan.conv);
       plan.step_samples = std::clamp<int64_t>(kStepBytes / int64_t(of_sample), 1, samples);
     }
-    plan.in_strips = true;
-    plan.reason += ", strips of " + std::to_string(kStripPixels) + " pixels";
+    plan.strip_pixels = kStripPixels;
     plan.workspace = StripBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
     return plan;
   }
@@ -266,12 +265,9 @@ struct ChainBackward {
 
   static cuda::BackwardPlan plan_packed(const BackwardProblem& problem, const cuda::Card& card) {
     const int64_t samples = problem.v.size[0];
-    cuda::BackwardPlan plan{true, "", plan_conv_output(conv_problem(problem, 0, samples), card)};
-    plan.reason = plan.conv.reason;
-    plan.runs = plan.conv.source != cuda::ConvSource::kNone;
-    if (!plan.runs) return plan;
+    cuda::BackwardPlan plan = cuda::recompute(plan_conv_output(conv_problem(problem, 0, samples), card));
+    if (plan.path != Path::kDirect) return plan;
     plan.step_samples = std::clamp<int64_t>(kStepBytes / sample_bytes(problem, card), 1, samples);
-    plan.reason += ", steps of " + std::to_string(plan.step_samples) + " samples";
     plan.workspace = PackedBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
     return plan;
   }

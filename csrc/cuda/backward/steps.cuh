@@ -46,7 +46,7 @@ class BackwardRun {
         plane_(slice_planes(pixels_)),
         window_plane_(kPools ? slice_windows() : plane_),
         sums_channels_(kMaySumChannels && problem.v.dtype == DType::kFloat32 && has_channel_sums(channels_)),
-        writes_(problem.wants_v || wants_any(kOfAll<Chain>)),
+        writes_(problem.wants.v || wants_any(kOfAll<Chain>)),
         runs_(writes_ || wants_any(kAfterNorm<Chain>)) {
     if (runs_) take_memory(std::min(step.samples, samples_), workspace);
   }
@@ -84,7 +84,7 @@ class BackwardRun {
   cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
                           cudaStream_t stream) const {
     if (!runs_) return cudaSuccess;
-    const BackwardWork<T> work = work_of(first_sample, samples, v, problem_.wants_v ? grad_v : nullptr);
+    const BackwardWork<T> work = work_of(first_sample, samples, v, problem_.wants.v ? grad_v : nullptr);
     bool overlaps = false;  // with the kernel before; the first one does not
     if (const cudaError_t status = launch_before_gradient(first_sample, work, overlaps, stream))
       return status;
@@ -96,7 +96,7 @@ class BackwardRun {
                                  const PackedRows& grad_v, cudaStream_t stream) const {
     if (!runs_) return cudaSuccess;
     PackWork pack{work_of(first_sample, samples, v, nullptr), grad_v, {}};
-    if (!problem_.wants_v) pack.to.units = nullptr;
+    if (!problem_.wants.v) pack.to.units = nullptr;
     pack.shape = pack_shape(grad_v, samples, pack_width(pack.work), int(kPools ? pooled(1) : 0));
     bool overlaps = false;
     if (const cudaError_t status = launch_before_gradient(first_sample, pack.work, overlaps, stream))
@@ -150,8 +150,8 @@ class BackwardRun {
     bool any = false;
     for (int kind = 0; kind < kGradientKinds; ++kind) {
       gradients.of[kind] = {
-          wanted(kind), {after_norm_.of[kind], of_all_.of[kind]}, {after_norm_.slices, of_all_.slices}};
-      any |= wanted(kind) != nullptr;
+          gradient_of(kind), {after_norm_.of[kind], of_all_.of[kind]}, {after_norm_.slices, of_all_.slices}};
+      any |= wants(kind);
     }
     if (!any) return cudaSuccess;
     return launch_parameter_gradients(gradients, samples_, channels_, stream);
@@ -260,14 +260,20 @@ class BackwardRun {
 
   // ---- what is wanted ----
 
-  void* wanted(int kind) const {
+  bool wants(int kind) const {
+    const Wanted& wants = problem_.wants;
+    const bool of_kind[] = {wants.bias, wants.scale, wants.norm_weight, wants.norm_bias, wants.conv_bias};
+    return of_kind[kind];
+  }
+  // Null where nobody wants it.
+  void* gradient_of(int kind) const {
     void* const of_kind[] = {problem_.bias, problem_.scale, problem_.norm_weight, problem_.norm_bias,
                              problem_.conv_bias};
     return of_kind[kind];
   }
   bool wants_any(unsigned mask) const {
     for (int kind = 0; kind < kGradientKinds; ++kind) {
-      if ((mask >> kind & 1) != 0 && wanted(kind) != nullptr) return true;
+      if ((mask >> kind & 1) != 0 && wants(kind)) return true;
     }
     return false;
   }
@@ -332,7 +338,7 @@ class BackwardRun {
   PartialSums take_sums(unsigned mask, unsigned needed, int64_t slices, Workspace& workspace) {
     PartialSums sums{{}, slices};
     for (int kind = 0; kind < kGradientKinds; ++kind) {
-      const bool is_needed = (needed >> kind & 1) != 0 || wanted(kind) != nullptr;
+      const bool is_needed = (needed >> kind & 1) != 0 || wants(kind);
       if ((mask >> kind & 1) != 0 && is_needed)
         sums.of[kind] = workspace.take<double>(Checked(samples_) * channels_ * slices);
     }
@@ -364,7 +370,7 @@ class BackwardRun {
   void set_shape(BackwardWork<T>& work, int64_t samples) const {
     constexpr bool kIsPointwise = Chain::Reduce::kStores && !kHasChannels<Chain>;
     if (kIsPointwise && step_.kind == StepKind::kTensor &&
-        problem_.conv_bias == nullptr) {  // planes are nothing of their own
+        !problem_.wants.conv_bias) {  // planes are nothing of their own
       work.samples = 1;
       work.channels = 1;
       work.pixels = samples * channels_ * pixels_;

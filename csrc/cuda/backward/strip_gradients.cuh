@@ -30,7 +30,7 @@ class StripGradients {
         plan_(cuda::cut_strips(shape_, samples_, card)) {
     Workspace workspace(memory);
     if (conv_.input.dtype == DType::kFloat32) balance_ = workspace.take<float>(shape_.out_channels);
-    if (conv_.grad_weight != nullptr)
+    if (problem.wants.weight)
       slots_ = workspace.take<float>(Checked(slot_plan().slots) * plan_.out_tiles * kSlotValues);
     workspace_bytes_ = workspace.bytes();
   }

@@ -17,9 +17,6 @@ using cuda::kBlockChannels;
 using cuda::parts_of;
 using cuda::Slabs;
 
-constexpr int kMostKernel = 7;
-constexpr int kMostPadding = 24;  // zeros stand beside a row: see kZeroGuardUnits
-
 constexpr int kStaticBytes = 256;  // of shared memory that a kernel has besides, at the most
 
 template <class Visit>
@@ -190,22 +187,6 @@ void take_memory(PackedRows& packed, int64_t samples, Workspace& workspace) {
 
 }  // namespace
 
-std::string reason_against_gradients(const BackwardProblem& problem, const Card& card) {
-  const ConvBackward& backward = *problem.conv;
-  const Conv& conv = backward.conv;
-  if (backward.input.dtype == DType::kFloat64) return "float64";
-  if (card.source == cuda::ConvSource::kNone) return "no kernels of a conv for this card";
-  for (int d = 0; d < 2; ++d) {
-    if (conv.stride[d] != 1) return "stride";
-    if (conv.dilation[d] != 1) return "dilation";
-    if (conv.weight.size[2 + d] > kMostKernel) return "kernel larger than 7";
-    if (conv.weight.size[2 + d] > kTaps && backward.input.dtype != DType::kFloat32)
-      return "kernel larger than 3 in half precision";  // sums of windows would be rounded in between
-    if (conv.padding[d] > kMostPadding) return "padding";
-  }
-  return "";
-}
-
 bool ConvGradients::may_run(const BackwardProblem& problem, const Card& card) {
   const ConvShape shape = cuda::conv_shape(problem);
   const int64_t of_input = cuda::plan_input_gradient(shape, parts_of(*problem.conv), 1, card).shared_bytes;
@@ -215,7 +196,7 @@ bool ConvGradients::may_run(const BackwardProblem& problem, const Card& card) {
 
 ConvGradients::ConvGradients(const BackwardProblem& problem, int64_t step_samples, void* memory,
                              const Card& card)
-    : conv_(*problem.conv), shape_(cuda::conv_shape(problem)) {
+    : conv_(*problem.conv), wants_(problem.wants), shape_(cuda::conv_shape(problem)) {
   Workspace workspace(memory);
   const int parts = parts_of(conv_);
   weight_plan_ = cuda::plan_weight_gradient(shape_, parts, step_samples, card);

@@ -4,8 +4,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <string>
-
 #include "core/problem.h"
 #include "packed_rows.cuh"
 #include "plan/gradient_plan.h"
@@ -20,9 +18,6 @@ using cuda::kTileChannels;
 using cuda::WeightGradientPlan;
 
 constexpr int kSlotValues = kTileChannels * kUnitChannels * kTaps * kTaps;  // of a warp's sums
-
-// Why the kernels do not serve; empty if they do.
-std::string reason_against_gradients(const BackwardProblem& problem, const cuda::Card& card);
 
 // Finds by which powers of two the channels of the output's gradient are multiplied: balance is
 // [out_channels]. Behind a GroupNorm a channel with small weights has large gradients.
@@ -62,8 +57,8 @@ class ConvGradients {
   static cudaError_t load(const cuda::Card& card);
 
  private:
-  bool wants_weight() const { return conv_.grad_weight != nullptr; }
-  bool wants_input() const { return conv_.grad_input.data != nullptr; }
+  bool wants_weight() const { return wants_.weight; }
+  bool wants_input() const { return wants_.input; }
   Tensor input_from(int64_t first, int64_t samples) const;
   template <class Mode>
   cudaError_t add_to_weight(const Tensor& input, bool is_first, cudaStream_t stream) const;
@@ -71,6 +66,7 @@ class ConvGradients {
   cudaError_t write_input(int64_t first, int64_t samples, cudaStream_t stream) const;
 
   const ConvBackward& conv_;
+  const Wanted wants_;
   const ConvShape shape_;
   PackedRows grads_{};
   PackedRows input_{};

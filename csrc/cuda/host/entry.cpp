@@ -145,8 +145,8 @@ template <class Prepare>
 auto unless_too_large(const Prepare& prepare) -> decltype(prepare()) {
   try {
     return prepare();
-  } catch (const std::overflow_error& error) {
-    return {false, std::string("two-step, ") + error.what(), 0, {}};
+  } catch (const std::overflow_error&) {
+    return {Plan{Path::kTwoStep, Instructions::kNone, {{Reason::kTooLarge}}}, {}};
   }
 }
 
@@ -183,11 +183,10 @@ CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int
   const cuda::Kernel& kernel = find_kernel(*on.image, chain);
   const cuda::Card& card = on.card;  // of static storage
   const auto prepare = [&]() -> CudaLaunch {
-    cuda::ConvPlan plan{};
-    if (has_conv) {
-      plan = kernel.plan(problem, card);
-      if (plan.source == cuda::ConvSource::kNone) return {false, plan.reason, 0, {}};
-    }
+    const cuda::ConvPlan plan = has_conv ? kernel.plan(problem, card) : cuda::ConvPlan{};
+    Plan told = has_conv ? cuda::told(plan) : Plan{Path::kChain};
+    if (!told.is_ours()) return {told, {}};
+    told.workspace = kernel.workspace(problem, plan, card);
     const auto run = [name, &kernel, &card, plan, device](const Problem& pointers, void* workspace,
                                                           void* stream) {
       naming(name, [&] {
@@ -196,7 +195,7 @@ CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int
                    "launch");
       });
     };
-    return {true, plan.reason, kernel.workspace(problem, plan, card), run};
+    return {told, run};
   };
   return has_conv ? unless_too_large(prepare) : naming(name, prepare);
 }
@@ -210,7 +209,8 @@ CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardPr
     throw std::invalid_argument("fusedconv: chain '" + chain + "' has no backward on CUDA");
   return unless_too_large([&]() -> CudaBackward {
     const cuda::BackwardPlan plan = kernel.plan_backward(problem, card);
-    if (!plan.runs) return {false, plan.reason, 0, {}};
+    const Plan told = cuda::told(plan);
+    if (!told.is_ours()) return {told, {}};
     const auto run = [name, &kernel, &card, plan, device](const BackwardProblem& pointers, void* workspace,
                                                           void* stream) {
       naming(name, [&] {
@@ -219,7 +219,7 @@ CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardPr
                    "launch");
       });
     };
-    return {true, plan.reason, plan.workspace, run};
+    return {told, run};
   });
 }
 

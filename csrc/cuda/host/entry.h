@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/problem.h"
+#include "plan/plan.h"
 
 namespace fusedconv {
 
@@ -20,10 +21,8 @@ std::string cuda_status(int device);
 
 // A chain that is ready to run on one device, for problems that differ in their pointers only.
 struct CudaLaunch {
-  bool runs;         // false: the conv is left to PyTorch
-  std::string plan;  // in words
-  size_t workspace;  // bytes of memory on the device that a run wants, at a multiple of 256
-  // Queues it on a stream.
+  Plan plan;
+  // Queues it on a stream; empty where the conv is left to PyTorch.
   std::function<void(const Problem& problem, void* workspace, void* stream)> run;
 };
 
@@ -31,12 +30,10 @@ struct CudaLaunch {
 // given tensor's sizes are beyond what can be computed, std::runtime_error names the operator and says why.
 CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device);
 
-// The same for backward. runs is false where the conv is left to PyTorch: then v must be given; and where v
-// is given and no kernel serves.
+// The same for backward. Where the conv is left to PyTorch, v must be given; there may be no kernel even
+// then.
 struct CudaBackward {
-  bool runs;
-  std::string plan;
-  size_t workspace;
+  Plan plan;
   std::function<void(const BackwardProblem& problem, void* workspace, void* stream)> run;
 };
 
