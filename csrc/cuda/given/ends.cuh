@@ -21,7 +21,7 @@ __device__ Pack<T, kCount> finished(const Pack<T, kCount>& v, const Channel<T> (
 
 // From the tile or, kFromMemory, from the tensor.
 template <class Chain, bool kFromMemory, class Tile>
-__device__ void store_values(const Tile& tile) {
+__device__ void store_piece(const Tile& tile) {
   using Element = typename Tile::Element;
   using T = typename Tile::T;
   constexpr int kCount = Tile::kCount;
@@ -100,23 +100,22 @@ __device__ void pool_windows(const GivenPiece<T>& block) {
 }
 
 template <class Chain, class T>
-__device__ void pool_windows(const GivenPiece<T>& block) {
-  const int64_t* window = block.work.arguments.pool;
-  const bool is_2x2 = window[0] == 2 && window[1] == 2;
-  visit_element<T>(block.work.input.dtype, [&](auto element) {
+__device__ void pool_piece(const GivenPiece<T>& block) {
+  const auto pool = [&](auto element, auto channels_last) {
     using Element = decltype(element);
-    if (block.work.shape.channels_last) {
-      is_2x2 ? pool_windows<Chain, Element, 2, 2, true>(block)
-             : pool_windows<Chain, Element, 0, 0, true>(block);
-    } else {
-      is_2x2 ? pool_windows<Chain, Element, 2, 2, false>(block)
-             : pool_windows<Chain, Element, 0, 0, false>(block);
-    }
+    constexpr bool kChannelsLast = decltype(channels_last)::value;
+    const int64_t* window = block.work.arguments.pool;
+    if (window[0] == 2 && window[1] == 2) return pool_windows<Chain, Element, 2, 2, kChannelsLast>(block);
+    pool_windows<Chain, Element, 0, 0, kChannelsLast>(block);
+  };
+  visit_element<T>(block.work.input.dtype, [&](auto element) {
+    if (block.work.shape.channels_last) return pool(element, std::true_type{});
+    pool(element, std::false_type{});
   });
 }
 
 template <class Chain, class Tile>
-__device__ void reduce_channels(const Tile& tile) {
+__device__ void reduce_piece(const Tile& tile) {
   using T = typename Tile::T;
   const ReducingThread thread(tile.channels_last(), tile.plan.reducing_lanes);
   const int loads = (tile.piece.pixels + Tile::kPixels - 1) / Tile::kPixels;

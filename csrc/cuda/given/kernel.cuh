@@ -33,12 +33,12 @@ class PieceOfChain {
     __syncthreads();
     if constexpr (Chain::Reduce::kStores) {
       visit_load<Chain>(block_.work,
-                        [&](auto load) { store_values<Chain, false>(GivenTile<decltype(load)>(block_)); });
+                        [&](auto load) { store_piece<Chain, false>(GivenTile<decltype(load)>(block_)); });
     } else if constexpr (Chain::Reduce::kPools) {
-      pool_windows<Chain>(block_);
+      pool_piece<Chain>(block_);
     } else {
       visit_raw_load<Chain>(block_.work,
-                            [&](auto load) { reduce_channels<Chain>(GivenTile<decltype(load)>(block_)); });
+                            [&](auto load) { reduce_piece<Chain>(GivenTile<decltype(load)>(block_)); });
     }
   }
 
@@ -68,7 +68,7 @@ class PieceOfChain {
       __syncthreads();
     }
     visit_raw_load<Chain>(block_.work,
-                          [&](auto load) { store_values<Chain, true>(GivenTile<decltype(load)>(block_)); });
+                          [&](auto load) { store_piece<Chain, true>(GivenTile<decltype(load)>(block_)); });
   }
 
   // Of the values, which are in shared memory then.
