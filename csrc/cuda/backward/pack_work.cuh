@@ -25,6 +25,17 @@ struct PackShape {
 
 inline int pack_pitch(int64_t cols) { return int(cuda::round_up(cols, kMostWidth)); }
 
+// Elements of a load, of which every row is made; a whole warp has one then.
+template <class Chain>
+int pack_width(const BackwardWork<float>& work, int cols) {
+  const auto may_start = [](const Elements& elements) {
+    return is_aligned(elements.data, kPackWidth * bytes_of(elements.dtype));
+  };
+  const bool is_wide = cols > kWarpThreads && cols % kPackWidth == 0 && may_start(work.v) &&
+                       (!Chain::Reduce::kStores || may_start(work.grad));
+  return is_wide ? kPackWidth : 1;
+}
+
 inline PackShape pack_shape(const PackedRows& to, int64_t samples, int width, int pooled_cols) {
   PackShape shape{};
   shape.pitch = pack_pitch(to.cols);

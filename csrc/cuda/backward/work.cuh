@@ -34,13 +34,13 @@ struct BackwardWork {
   Elements grad;    // of the chain's output
   Elements grad_v;  // without memory where nobody wants it
   Arguments arguments;
-  const Norm<T>* norms;  // [samples][C], without weight and bias
+  Norm<T>* norms;        // [samples][C], without weight and bias
   GroupMeans<T>* means;  // [samples][groups]
   cuda::WideDivisor by_group_channels;
   PoolShape pool;
   int* window_place;          // [samples][C][windows]: of the maximum, counted row by row in its window
   T* window_grad;             // and the gradient that goes there
-  const T* window_value;      // Pre(v) there, if a pass of the conv has found it
+  T* window_value;            // Pre(v) there, if a pass of the conv has found it
   T* most;                    // [samples][pixels]: the gradient at each place x is
   T* factor;                  // exp(x - most) * factor
   int lanes;                  // that share a pixel's channels for these two
