@@ -445,8 +445,8 @@ def test_a_freed_tensor_is_an_error_where_pytorch_runs_the_conv(row: Row) -> Non
     for name in (name for name, value in tensors.items() if isinstance(value, Tensor)):
         values = map_tensors(tensors, torch.clone)
         leaf = values["input"].requires_grad_()
-        given = [values[name] for name in ("weight", "conv_bias")]
-        y = row.conv_op(leaf * 1 if name != "input" else leaf, *given, {n: values[n] for n in own}, groups=2)
+        mine = {n: values[n] for n in own}
+        y = row.conv_op(leaf, values["weight"], values["conv_bias"], mine, groups=2)
         values[name].data.untyped_storage().resize_(0)
         kind, text = failure(y.sum().backward)
         assert kind is RuntimeError
