@@ -30,9 +30,13 @@ def chosen(folder: Path, asked: str = "", path: str = "") -> str:
     """The list, of a machine whose programs are those of `folder`."""
     nvcc = program(folder / "nvcc", *KNOWN.split())
     script = folder / "choose.cmake"
-    script.write_text(
-        f'cmake_minimum_required(VERSION 3.20)\ninclude("{SCRIPT}")\nchoose_architectures("{asked}" "{nvcc}" result)\nmessage("[${{result}}]")\n'
+    lines = (
+        "cmake_minimum_required(VERSION 3.20)",
+        f'include("{SCRIPT}")',
+        f'choose_architectures("{asked}" "{nvcc}" result)',
+        'message("[${result}]")',
     )
+    script.write_text("\n".join(lines))
     found = subprocess.run(
         [str(CMAKE), "-P", script], env={"PATH": path or str(folder)}, capture_output=True, text=True
     )

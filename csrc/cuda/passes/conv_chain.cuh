@@ -4,6 +4,7 @@
 
 #include "launch_pass.cuh"
 #include "logsumexp.cuh"
+#include "moments.cuh"
 #include "pool.cuh"
 #include "pooled_pointwise.cuh"
 #include "resident.cuh"

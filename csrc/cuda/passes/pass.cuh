@@ -1,5 +1,4 @@
-// What becomes of a conv's tiles is a pass's affair. Here are the contract, what passes share, and the pass
-// that only measures.
+// What becomes of a conv's tiles is a pass's affair. Here are the contract, and what passes share.
 //
 // A pass is an object of one thread of a group of kGroupThreads, which works at one tile at a time
 // (cuda/conv/kernel.cuh); all threads of the group make the same calls, in this order:
@@ -222,25 +221,6 @@ __device__ inline void write_moments(const ConvProblem& p, const Fragment& v) {
                                            moments.m2[k] * factor * factor};
   }
 }
-
-// Statistics of Pre(v), and nothing else.
-template <class Pre>
-class MomentsPass : public PassBase {
- public:
-  static constexpr bool kAllRowBlocks = false;
-  using PassBase::PassBase;
-
-  __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
-  __device__ void before_staging() {}  // it stages nothing; sums of chunks are each thread's own
-
-  __device__ void finish(Fragment v) {
-    apply<Pre>(v, channels_);
-    write_moments(p_, v);
-  }
-
- private:
-  ThreadChannels<kReadChannel<Pre>> channels_;
-};
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv
