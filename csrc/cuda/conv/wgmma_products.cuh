@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "cuda/device/split.cuh"
 #include "operands.cuh"
 
 namespace fusedconv {

@@ -3,9 +3,8 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-FUSEDCONV_MOMENTS_OF_V(, SplitHalves)
-FUSEDCONV_MOMENTS_OF_V(, Halves)
-FUSEDCONV_MOMENTS_OF_V(, BFloat16s)
+template cudaError_t launch_pass<MomentsPass<Sequence<>>>(const ConvProblem&, const Card&, cudaStream_t);
+template cudaError_t load_pass<MomentsPass<Sequence<>>>(const Card&);
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

@@ -34,10 +34,6 @@ inline namespace FUSEDCONV_TARGET {
 template <class... Stages>
 constexpr bool kReadChannel = (Stages::kReadsChannel || ...);
 
-// What the output holds, of a kernel for some mode, where that is not float32.
-template <class Mode>
-using NarrowOutput = std::conditional_t<Mode::kParts == 2, float, typename Mode::Element>;
-
 // The parameters of a thread's channels; kReads: whether any stage reads them.
 template <bool kReads>
 struct ThreadChannels {
@@ -125,6 +121,11 @@ class PassBase {
         *reinterpret_cast<float2*>(to + kBlockColumns * j) = {map(v.value(k, j, 0), k),
                                                               map(v.value(k, j, 1), k)};
     }
+  }
+
+  template <int kCount>
+  __device__ void store_values(int64_t offset, const Pack<float, kCount>& values) const {
+    fusedconv::store_values(Elements{p_.output.data, p_.output.dtype}, offset, values);
   }
 
   const ConvProblem& p_;

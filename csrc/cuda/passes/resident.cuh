@@ -17,7 +17,7 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-template <class Chain, class Mode>
+template <class Chain>
 class ResidentPass : public PassBase {
  public:
   static constexpr bool kAllRowBlocks = false;
@@ -99,7 +99,7 @@ class ResidentPass : public PassBase {
 
   __device__ void store(const Tile& tile) {
     const Tensor& output = p_.output;
-    const int64_t size = output.dtype == DType::kFloat32 ? sizeof(float) : sizeof(NarrowOutput<Mode>);
+    const int64_t size = output.dtype == DType::kFloat32 ? sizeof(float) : sizeof(__half);
     const int64_t address = reinterpret_cast<intptr_t>(output.data) / size;
     for_each_run(p_, tile, [&](int first, int64_t offset, int length) {
       const int64_t steps = first | (address + offset) | output.stride[1] | length;
@@ -141,7 +141,7 @@ class ResidentPass : public PassBase {
       const float y = Chain::pointwise(x, channel);
       x = Chain::Final::value(y, y, channel);
     }
-    store_output<NarrowOutput<Mode>>(p_.output, offset + c * p_.output.stride[1], values);
+    store_values(offset + c * p_.output.stride[1], values);
   }
 
   // For channels that follow each other in memory: lanes have 8 channels of 4 pixels. They meet in banks
@@ -155,8 +155,8 @@ class ResidentPass : public PassBase {
       const Channel<float> channel = channel_at(c);
       for (int pixel = first; pixel < tile.rows * tile.cols; pixel += kWarps * kPixels) {
         const float y = Chain::pointwise(staging()[c * pitch + pixel], channel);
-        store_output<NarrowOutput<Mode>>(p_.output, offset_of(tile, pixel) + c * p_.output.stride[1],
-                                         Pack<float, 1>{Chain::Final::value(y, y, channel)});
+        store_values(offset_of(tile, pixel) + c * p_.output.stride[1],
+                     Pack<float, 1>{Chain::Final::value(y, y, channel)});
       }
     }
   }
@@ -203,8 +203,8 @@ class ResidentPass : public PassBase {
       sums[1].add_lanes(2);
       const float sum = share == 0 ? sums[0].value() : sums[1].value();
       if (pixel + share < pixels)
-        store_output<NarrowOutput<Mode>>(p_.output, offset_of(tile, pixel + share),
-                                         Pack<float, 1>{Chain::Final::value(sum, sum, Channel<float>{})});
+        store_values(offset_of(tile, pixel + share),
+                     Pack<float, 1>{Chain::Final::value(sum, sum, Channel<float>{})});
     }
   }
 
