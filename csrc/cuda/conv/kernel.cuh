@@ -74,8 +74,7 @@ __device__ inline void copy_pixels(const ConvProblem& p, const Tile& tile, int c
                                    const UnitCopies& copies, uint8_t* stage) {
   const ConvTiling& t = p.tiling;
   const int run = t.phase_rows * t.pitch;
-  const uint4* from = p.pixels +
-                      (int64_t(tile.panel) * t.chunks + chunk) * p.operand_parts * chunk_units(t) +
+  const uint4* from = p.pixels + (int64_t(tile.panel) * t.chunks + chunk) * p.operand_parts * chunk_units(t) +
                       tile.panel_row * t.pitch;
   for (int part = 0; part < p.operand_parts; ++part) {
     for (int block = 0; block < t.blocks_per_chunk; ++block) {

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kPackThreads, kPackBlocks)
   extern __shared__ unsigned magnitudes[];
   const int block = blockIdx.x;
   if (block < weight_blocks) {
-    pack_weights(p, block * kPackWarps + pack_warp());
+    pack_weights<Held>(p, block * kPackWarps + pack_warp());
   } else {
     const int panel = block - weight_blocks;
     if (p.tile_parts != nullptr) clear_tile_parts(p, panel);

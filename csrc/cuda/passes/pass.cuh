@@ -123,9 +123,22 @@ class PassBase {
     }
   }
 
-  template <int kCount>
-  __device__ void store_values(int64_t offset, const Pack<float, kCount>& values) const {
-    fusedconv::store_values(Elements{p_.output.data, p_.output.dtype}, offset, values);
+  // Held is what the output holds: float, or the bits of either type of two bytes.
+  template <class Held, int kCount>
+  __device__ void store_held(int64_t offset, const Pack<float, kCount>& values) const {
+    if constexpr (std::is_same_v<Held, float>) {
+      store_as<float>(p_.output.data, offset, values);
+    } else if (p_.output.dtype == DType::kBFloat16) {
+      store_as<__nv_bfloat16>(p_.output.data, offset, values);
+    } else {
+      store_as<__half>(p_.output.data, offset, values);
+    }
+  }
+
+  // Calls visit with a value of that type. For loops that store: in them it would cost to ask each time.
+  template <class Visit>
+  __device__ void visit_held(const Visit& visit) const {
+    p_.output.dtype == DType::kFloat32 ? visit(float{}) : visit(uint16_t{});
   }
 
   const ConvProblem& p_;

@@ -81,11 +81,12 @@ class ResidentPass : public PassBase {
     SampleStatistics(p_, kept(), tile.sample).find_norms(tile);
     sync();
     if constexpr (Chain::Reduce::kReducesChannels) {
-      reduce(tile);
-    } else if (has_runs(p_.output)) {
-      store(tile);
+      visit_held([&](auto held) { reduce<decltype(held)>(tile); });
     } else {
-      store_pixels(tile);
+      visit_held([&](auto held) {
+        using Held = decltype(held);
+        has_runs(p_.output) ? store<Held>(tile) : store_pixels<Held>(tile);
+      });
     }
     sync();  // before others write there
   }
@@ -97,23 +98,23 @@ class ResidentPass : public PassBase {
     return channel;
   }
 
+  template <class Held>
   __device__ void store(const Tile& tile) {
     const Tensor& output = p_.output;
-    const int64_t size = output.dtype == DType::kFloat32 ? sizeof(float) : sizeof(__half);
-    const int64_t address = reinterpret_cast<intptr_t>(output.data) / size;
+    const int64_t address = reinterpret_cast<intptr_t>(output.data) / int64_t(sizeof(Held));
     for_each_run(p_, tile, [&](int first, int64_t offset, int length) {
       const int64_t steps = first | (address + offset) | output.stride[1] | length;
       if (steps % 4 == 0) {
-        store_runs<4>(first, offset, length);
+        store_runs<Held, 4>(first, offset, length);
       } else if (steps % 2 == 0) {
-        store_runs<2>(first, offset, length);
+        store_runs<Held, 2>(first, offset, length);
       } else {
-        store_runs<1>(first, offset, length);
+        store_runs<Held, 1>(first, offset, length);
       }
     });
   }
 
-  template <int kVector>
+  template <class Held, int kVector>
   __device__ void store_runs(int first, int64_t offset, int length) {
     const int last = p_.tiling.out_channels - 1;
 #pragma unroll 1
@@ -126,14 +127,14 @@ class ResidentPass : public PassBase {
         const int pitch = run_pitch<float>(p_.tiling);
         Pack<float, kVector> values[2]{load_pack<kVector>(run + c * pitch),
                                        load_pack<kVector>(run + other * pitch)};
-        finish_vector(values[0], c, offset + i);
-        finish_vector(values[1], other, offset + i);
+        finish_vector<Held>(values[0], c, offset + i);
+        finish_vector<Held>(values[1], other, offset + i);
       }
     }
   }
 
   // offset: of the vector's place in the first channel.
-  template <int kVector>
+  template <class Held, int kVector>
   __device__ void finish_vector(Pack<float, kVector>& values, int c, int64_t offset) {
     const Channel<float> channel = channel_at(c);
 #pragma unroll
@@ -141,11 +142,12 @@ class ResidentPass : public PassBase {
       const float y = Chain::pointwise(x, channel);
       x = Chain::Final::value(y, y, channel);
     }
-    store_values(offset + c * p_.output.stride[1], values);
+    store_held<Held>(offset + c * p_.output.stride[1], values);
   }
 
   // For channels that follow each other in memory: lanes have 8 channels of 4 pixels. They meet in banks
   // twice, and in float32 write whole sectors.
+  template <class Held>
   __device__ void store_pixels(const Tile& tile) {
     constexpr int kPixels = 4;
     const int pitch = run_pitch<float>(p_.tiling);
@@ -155,8 +157,8 @@ class ResidentPass : public PassBase {
       const Channel<float> channel = channel_at(c);
       for (int pixel = first; pixel < tile.rows * tile.cols; pixel += kWarps * kPixels) {
         const float y = Chain::pointwise(staging()[c * pitch + pixel], channel);
-        store_values(offset_of(tile, pixel) + c * p_.output.stride[1],
-                     Pack<float, 1>{Chain::Final::value(y, y, channel)});
+        store_held<Held>(offset_of(tile, pixel) + c * p_.output.stride[1],
+                           Pack<float, 1>{Chain::Final::value(y, y, channel)});
       }
     }
   }
@@ -169,6 +171,7 @@ class ResidentPass : public PassBase {
 
   // Two neighbouring lanes have two pixels, and half of the channels each: in turns of two, which lie in
   // other banks than the other lane's.
+  template <class Held>
   __device__ void reduce(const Tile& tile) {
     constexpr int kBatch = 8;  // channels of a lane
     constexpr int kTurn = 2 * kBatch;
@@ -203,8 +206,8 @@ class ResidentPass : public PassBase {
       sums[1].add_lanes(2);
       const float sum = share == 0 ? sums[0].value() : sums[1].value();
       if (pixel + share < pixels)
-        store_values(offset_of(tile, pixel + share),
-                     Pack<float, 1>{Chain::Final::value(sum, sum, Channel<float>{})});
+        store_held<Held>(offset_of(tile, pixel + share),
+                           Pack<float, 1>{Chain::Final::value(sum, sum, Channel<float>{})});
     }
   }
 
