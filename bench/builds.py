@@ -1,8 +1,8 @@
-"""Two builds of fusedconv, side by side: ``python bench/builds.py BEFORE AFTER`` says where the second one is slower.
+"""Builds of fusedconv, side by side: ``python bench/builds.py BEFORE AFTER...`` says where later ones are slower.
 
-BEFORE and AFTER are folders that ``pip install --no-deps --target FOLDER`` filled, and which come first on each one's
-path. A child process for each builds the same calls; the two take turns on the same device, some rounds each, and each
-one's time of a call is the median of all its rounds, taken as ``bench/gpu.py`` and ``bench/cpu.py`` take theirs. Calls
+Each is a folder that ``pip install --no-deps --target FOLDER`` filled, and which comes first on its path. A child process
+for each makes the same calls; they take turns on the same device, some rounds each, and each one's time of a call is
+the median of all its rounds, taken as ``bench/gpu.py`` and ``bench/cpu.py`` take theirs. Calls
 are the fused modules' in inference and training, in either layout, and chains on a given tensor.
 """
 
@@ -14,7 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,18 +159,18 @@ class Build:
         return times
 
 
-def compare(before: Build, after: Build, cell: str) -> dict[str, float]:
-    times: dict[str, list[float]] = {"before": [], "after": []}
+def compare(builds: Sequence[Build], cell: str) -> list[float]:
+    """The medians, in ms."""
+    times: list[list[float]] = [[] for _ in builds]
     for _ in range(TURNS):
-        times["before"] += before.times(cell)
-        times["after"] += after.times(cell)
-    medians = {name: statistics.median(ms) for name, ms in times.items()}
-    return {**medians, "ratio": medians["after"] / medians["before"]}
+        for of_build, build in zip(times, builds, strict=True):
+            of_build += build.times(cell)
+    return [statistics.median(ms) for ms in times]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("builds", nargs="*", metavar="FOLDER", help="before, after")
+    parser.add_argument("builds", nargs="*", metavar="FOLDER", help="before, after, ...")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="calls whose names have this part")
     parser.add_argument("--output", type=Path, help="a JSON file for the medians")
@@ -179,20 +179,23 @@ def main() -> int:
     if options.serve:
         serve(torch.device(options.device), options.only)
         return 0
-    before, after = (Build(folder, options) for folder in options.builds)
+    builds = [Build(folder, options) for folder in options.builds]
     say = partial(Console(width=120).print, highlight=False, soft_wrap=True)
-    found = {}
-    for cell in before.cells:
-        found[cell] = compare(before, after, cell)
+    found: dict[str, list[float]] = {}
+    for cell in builds[0].cells:
+        before, *later = found[cell] = compare(builds, cell)
         if options.output:
             options.output.write_text(json.dumps(found, indent=1))
-        if abs(found[cell]["ratio"] - 1) > MOST_SLOWER:
-            say(
-                f"{found[cell]['ratio']:.3f}  {found[cell]['before']:.4f} -> {found[cell]['after']:.4f} ms  {cell}"
-            )
-    ratios = [cell["ratio"] for cell in found.values()]
-    slower = sum(ratio > 1 + MOST_SLOWER for ratio in ratios)
-    say(f"{len(ratios)} calls, median ratio {statistics.median(ratios):.3f}, {slower} slower by over 3%")
+        if any(abs(ms / before - 1) > MOST_SLOWER for ms in later):
+            say(f"{before:.4f} ms  {'  '.join(f'{ms / before:.3f}' for ms in later)}  {cell}")
+    slower = 0
+    for i, folder in enumerate(options.builds[1:], 1):
+        ratios = [medians[i] / medians[0] for medians in found.values()]
+        by_much = sum(ratio > 1 + MOST_SLOWER for ratio in ratios)
+        slower += by_much
+        say(
+            f"{folder}: {len(ratios)} calls, median ratio {statistics.median(ratios):.3f}, {by_much} slower by over 3%"
+        )
     return int(slower > 0)
 
 
