@@ -34,15 +34,16 @@ class Mode:
     dtype: torch.dtype
     precision: str | None
     bound: float
+    in_kernel: str  # how a kernel's name says it
 
     def __str__(self) -> str:
         return self.name
 
 
-IEEE = Mode("ieee", torch.float32, "ieee", BOUNDS[torch.float32])
-TF32 = Mode("tf32", torch.float32, "tf32", 6e-4)
-BF16 = Mode("bf16", torch.bfloat16, None, BOUNDS[torch.bfloat16])
-FP16 = Mode("fp16", torch.float16, None, BOUNDS[torch.float16])
+IEEE = Mode("ieee", torch.float32, "ieee", BOUNDS[torch.float32], "SplitHalves")
+TF32 = Mode("tf32", torch.float32, "tf32", 6e-4, r"(?<!Split)Halves")
+BF16 = Mode("bf16", torch.bfloat16, None, BOUNDS[torch.bfloat16], "BFloat16s")
+FP16 = Mode("fp16", torch.float16, None, BOUNDS[torch.float16], r"(?<!Split)Halves")
 MODES = (IEEE, TF32, BF16, FP16)
 LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 

@@ -430,7 +430,7 @@ def test_weights_are_read_at_each_call(run: Runner, row: Row, mode: Mode) -> Non
 @conv_rows
 def test_the_default_is_exact(run: Runner, row: Row) -> None:
     """On the direct path; elsewhere it follows PyTorch's flags."""
-    default = Mode("default", torch.float32, "default", IEEE.bound)
+    default = Mode("default", torch.float32, "default", IEEE.bound, IEEE.in_kernel)
     call = draw(row, Case(2, (40, 24), (21, 40), groups=4), IEEE.dtype)
     assert torch.backends.cudnn.allow_tf32
     assert same_bits(run(row, call, default), run(row, call, IEEE))

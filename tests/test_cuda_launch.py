@@ -76,6 +76,7 @@ def test_reference_workloads_run_few_kernels_of_ours(
     run.look(row, "direct")
     names = " ".join(ran.kernels)
     assert re.search(r"sm_?(80|90a)", names, re.IGNORECASE), names
+    assert re.search(mode.in_kernel, names), names
     for word in stages(row):
         assert word in names.lower(), f"{word} in {names}"
 

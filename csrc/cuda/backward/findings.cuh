@@ -45,10 +45,12 @@ struct FindingPasses {
     p.pooled_places = to.pooled_places;
     p.backward = to.sums;
     if (const cudaError_t status = launch_pack(p, stream)) return status;
-    return launch_pass<Pass>(p, card, stream);
+    return visit_mode(problem, [&](auto mode) { return launch_pass<decltype(mode), Pass>(p, card, stream); });
   }
 
-  static cudaError_t load(const Card& card) { return load_pass<Pass>(card); }
+  static cudaError_t load(const Card& card) {
+    return visit_modes([&](auto mode) { return load_pass<decltype(mode), Pass>(card); });
+  }
 
  private:
   using Pass = std::conditional_t<kPools, PoolPass<Chain, true>, GradientSumsPass<Chain>>;

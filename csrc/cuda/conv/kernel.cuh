@@ -37,10 +37,10 @@ struct SharedLayout {
   uint8_t* carry;
 };
 
-__device__ inline SharedLayout shared_layout(const ConvProblem& p, uint8_t* shared, int group) {
-  const ConvTiling& t = p.tiling;
-  const int weights_bytes = p.operand_parts * t.weights_bytes * (t.weights_stay ? 1 : t.stages);
-  const int pixels_bytes = p.operand_parts * t.pixels_bytes * t.stages;
+template <class Mode>
+__device__ SharedLayout shared_layout(const ConvTiling& t, uint8_t* shared, int group) {
+  const int weights_bytes = Mode::kParts * t.weights_bytes * (t.weights_stay ? 1 : t.stages);
+  const int pixels_bytes = Mode::kParts * t.pixels_bytes * t.stages;
   SharedLayout s;
   s.head = reinterpret_cast<SharedHead*>(shared);
   s.full = s.head->full[group];
@@ -70,13 +70,14 @@ __device__ inline void init_barriers(const ConvTiling& t, SharedHead* head) {
 }
 
 // Starts to copy a tile's rows of a panel: a run for each part, block of channels and remainder modulo stack.
-__device__ inline void copy_pixels(const ConvProblem& p, const Tile& tile, int chunk,
-                                   const UnitCopies& copies, uint8_t* stage) {
+template <class Mode>
+__device__ void copy_pixels(const ConvProblem& p, const Tile& tile, int chunk, const UnitCopies& copies,
+                            uint8_t* stage) {
   const ConvTiling& t = p.tiling;
   const int run = t.phase_rows * t.pitch;
-  const uint4* from = p.pixels + (int64_t(tile.panel) * t.chunks + chunk) * p.operand_parts * chunk_units(t) +
+  const uint4* from = p.pixels + (int64_t(tile.panel) * t.chunks + chunk) * Mode::kParts * chunk_units(t) +
                       tile.panel_row * t.pitch;
-  for (int part = 0; part < p.operand_parts; ++part) {
+  for (int part = 0; part < Mode::kParts; ++part) {
     for (int block = 0; block < t.blocks_per_chunk; ++block) {
       uint8_t* to = stage + part * t.pixels_bytes + block * t.plane * kUnitBytes;
       for (int phase = 0; phase < t.stack; ++phase) {
@@ -88,15 +89,16 @@ __device__ inline void copy_pixels(const ConvProblem& p, const Tile& tile, int c
   }
 }
 
-__device__ inline void copy_weights(const ConvProblem& p, int row_block, int chunk, const UnitCopies& copies,
-                                    uint8_t* to) {
+template <class Mode>
+__device__ void copy_weights(const ConvProblem& p, int row_block, int chunk, const UnitCopies& copies,
+                             uint8_t* to) {
   const ConvTiling& t = p.tiling;
-  const int units = p.operand_parts * t.weights_bytes / kUnitBytes;
+  const int units = Mode::kParts * t.weights_bytes / kUnitBytes;
   copies.copy(to, p.weights + (row_block * t.chunks + chunk) * int64_t(units), units);
 }
 
 // Fills the stages of a group, in the order in which they are used: by the group's first warp.
-template <class Pass>
+template <class Mode, class Pass>
 class StageFiller {
  public:
   __device__ StageFiller(const ConvProblem& problem, const SharedLayout& shared, int group, int items)
@@ -109,13 +111,14 @@ class StageFiller {
     const Tile tile = cursor_.tile(t);
     const int stage = ring_.stage;
     wait(&s_.empty[stage], ring_.parity ^ 1);
-    const int weights_bytes = t.weights_stay ? 0 : p_.operand_parts * t.weights_bytes;
+    const int weights_bytes = t.weights_stay ? 0 : Mode::kParts * t.weights_bytes;
     const int pixels_bytes =
-        p_.operand_parts * t.blocks_per_chunk * t.stack * t.phase_rows * t.pitch * kUnitBytes;
+        Mode::kParts * t.blocks_per_chunk * t.stack * t.phase_rows * t.pitch * kUnitBytes;
     if (chunk_ == 0 && lane_of_thread() == 0) s_.tile[number_ % kKnownTiles] = tile;
     const UnitCopies copies(&s_.full[stage], weights_bytes + pixels_bytes);
-    if (!t.weights_stay) copy_weights(p_, tile.row_block, chunk_, copies, s_.weights + stage * weights_bytes);
-    copy_pixels(p_, tile, chunk_, copies, s_.pixels + stage * p_.operand_parts * t.pixels_bytes);
+    if (!t.weights_stay)
+      copy_weights<Mode>(p_, tile.row_block, chunk_, copies, s_.weights + stage * weights_bytes);
+    copy_pixels<Mode>(p_, tile, chunk_, copies, s_.pixels + stage * Mode::kParts * t.pixels_bytes);
     copies.end();
     ring_.next(t.stages);
     if (++chunk_ < t.chunks) return;
@@ -135,25 +138,28 @@ class StageFiller {
 };
 
 // The operands in a stage, from a column of the tile.
-__device__ inline Operands operands_of(const ConvProblem& p, const SharedLayout& s, int stage, int column) {
-  const ConvTiling& t = p.tiling;
-  return {shared_address(s.weights) + (t.weights_stay ? 0 : stage) * p.operand_parts * t.weights_bytes,
-          shared_address(s.pixels) + stage * p.operand_parts * t.pixels_bytes + column * kUnitBytes,
+template <class Mode>
+__device__ Operands operands_of(const ConvTiling& t, const SharedLayout& s, int stage, int column) {
+  return {shared_address(s.weights) + (t.weights_stay ? 0 : stage) * Mode::kParts * t.weights_bytes,
+          shared_address(s.pixels) + stage * Mode::kParts * t.pixels_bytes + column * kUnitBytes,
           uint32_t(t.weights_bytes),
           uint32_t(t.pixels_bytes),
           t.step,
-          0,
-          p.operand_parts,
-          p.input.dtype == DType::kBFloat16};
+          0};
 }
 
 // Adds the products of a chunk to accumulators; sums: memory to add them up in, or null.
-__device__ inline void add_chunk(float (&d)[kColumns / 2], Operands operands, int steps, bool is_first,
-                                 uint8_t* sums) {
+template <class Mode>
+__device__ void add_chunk(float (&d)[kColumns / 2], Operands operands, int steps, bool is_first,
+                          uint8_t* sums) {
   for (int left = steps; left > 0; left -= kMostSumSteps) {
     operands.steps = min(left, kMostSumSteps);
-    add_products(d, operands, is_first);
-    if (sums != nullptr) fold(d, sums, is_first);
+    if (Mode::kParts == 2 || is_first) {
+      Products::add<Mode, true>(d, operands);
+    } else {
+      Products::add<Mode, false>(d, operands);
+    }
+    if (Mode::kParts == 2 && sums != nullptr) fold(d, sums, is_first);
     is_first = false;
     operands.weights += kMostSumSteps * 2 * kHalfStepBytes;
     operands.offsets += kMostSumSteps;
@@ -164,8 +170,8 @@ __device__ inline void add_chunk(float (&d)[kColumns / 2], Operands operands, in
 // panel.
 __device__ inline bool products_are_right(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                                           int exponent, int barrier) {
-  if (!rows.are_finite || exponent == kNonFinite) return false;
-  return !rows.are_wide || !any_of_threads(barrier, kGroupThreads, loses_digits(p, tile, rows, exponent));
+  if (!rows.are_finite() || exponent == kNonFinite) return false;
+  return !rows.are_wide() || !any_of_threads(barrier, kGroupThreads, loses_digits(p, tile, rows, exponent));
 }
 
 // Puts the conv's output in place of a tile's accumulators, by plain arithmetic.
@@ -176,12 +182,12 @@ __device__ inline void recompute_tile(const ConvProblem& p, const Tile& tile, co
   sync_threads(barrier, kGroupThreads);  // and what a pass writes next
 }
 
-template <class Pass>
+template <class Mode, class Pass>
 __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group, int items) {
   const ConvTiling& t = p.tiling;
   const int barrier = group + 1;
   const int half = uniform(half_of_thread());
-  StageFiller<Pass> filler(p, s, group, items);
+  StageFiller<Mode, Pass> filler(p, s, group, items);
   const bool fills = uniform(threadIdx.x % kGroupThreads / kWarpThreads) == 0;
   if (fills) {
     for (int i = 0; i < t.stages; ++i) filler.next();
@@ -205,12 +211,12 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
     const int exponent = p.pixel_exponents[tile.panel];
     float d[kColumns / 2];
     const int steps = t.half_steps / 2;
-    const bool folds = Pass::kMayFold && p.operand_parts == 2 && (t.chunks > 1 || steps > kMostSumSteps);
+    const bool folds = Pass::kMayFold && Mode::kParts == 2 && (t.chunks > 1 || steps > kMostSumSteps);
     if (folds) pass.before_staging();
     for (int chunk = 0; chunk < t.chunks; ++chunk) {
       if (chunk > 0) wait(&s.full[ring.stage], ring.parity);
-      add_chunk(d, operands_of(p, s, ring.stage, half * kColumns), steps, chunk == 0,
-                folds ? s.staging : nullptr);
+      add_chunk<Mode>(d, operands_of<Mode>(t, s, ring.stage, half * kColumns), steps, chunk == 0,
+                      folds ? s.staging : nullptr);
       __syncwarp();
       if (lane_of_thread() == 0) arrive(&s.empty[ring.stage]);
       if (fills) filler.next();
@@ -229,23 +235,23 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
   pass.end();
 }
 
-template <class Pass>
+template <class Mode, class Pass>
 __global__ void __launch_bounds__(kConvThreads, 1)
     conv_kernel(const __grid_constant__ ConvProblem p, int items) {
   extern __shared__ __align__(128) uint8_t shared[];
   const ConvTiling& t = p.tiling;
   const int group = group_of_thread();
-  const SharedLayout s = shared_layout(p, shared, group);
+  const SharedLayout s = shared_layout<Mode>(t, shared, group);
   if (threadIdx.x == 0) init_barriers(t, s.head);
   fence_async_proxy();
   __syncthreads();
   wait_for_earlier_kernels();
   if (t.weights_stay && uniform(threadIdx.x / kWarpThreads) == 0) {
-    const UnitCopies copies(&s.head->weights, p.operand_parts * t.weights_bytes);
-    copy_weights(p, 0, 0, copies, s.weights);
+    const UnitCopies copies(&s.head->weights, Mode::kParts * t.weights_bytes);
+    copy_weights<Mode>(p, 0, 0, copies, s.weights);
     copies.end();
   }
-  run_tiles<Pass>(p, s, group, items);
+  run_tiles<Mode, Pass>(p, s, group, items);
   let_next_kernel_start();
 }
 

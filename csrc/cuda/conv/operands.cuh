@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "core/target.h"
-#include "cuda/device/split.cuh"
 #include "plan/conv_tiling.h"
 
 namespace fusedconv {
@@ -21,8 +20,6 @@ struct Operands {
   uint32_t pixels_part;
   const uint32_t* offsets;
   int steps;  // at most kMostSumSteps
-  int parts;  // of a value: see split.cuh
-  bool are_bfloat16;
 };
 
 constexpr int kHalfStepBytes = cuda::kRows * cuda::kUnitBytes;

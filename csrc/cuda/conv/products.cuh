@@ -21,23 +21,5 @@ using Products = MmaSyncProducts;
 
 constexpr int kColumns = Products::kColumns;  // of a tile, that a half of a group has
 
-template <class Mode>
-__device__ void add_products(float (&d)[kColumns / 2], const Operands& from, bool is_first) {
-  is_first ? Products::add<Mode, true>(d, from) : Products::add<Mode, false>(d, from);
-}
-
-// Adds a chunk's products, or some of them, to what is there; is_first: to zeros. What split values give
-// never goes on from an earlier sum, see add_chunk(). The mode is known when a kernel runs: what a pass makes
-// of the sums is much more code.
-__device__ inline void add_products(float (&d)[kColumns / 2], const Operands& from, bool is_first) {
-  if (from.parts == 2) {
-    Products::add<SplitHalves, true>(d, from);
-  } else if (from.are_bfloat16) {
-    add_products<BFloat16s>(d, from, is_first);
-  } else {
-    add_products<Halves>(d, from, is_first);
-  }
-}
-
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

@@ -53,13 +53,16 @@ __device__ inline PixelMask pixel_mask(const ConvTiling& t, int stacked, int row
 struct ThreadRows {
   int row_block = -1;
   int first_channel;  // of the output; beyond the last where the row is not used
-  int exponent[2];    // of the weights' scale
   float bias[2];      // of the conv
-  bool are_finite;    // the weights of the whole block of rows
-  bool are_wide;      // some row of it has weights of very different size
   PixelMask pixels;   // of the tile
 
   __device__ int channel(int k) const { return first_channel + 8 * k; }
+  // Of the weights' scale.
+  __device__ int exponent(int k) const { return facts_ << (k == 0 ? 20 : 8) >> 20; }
+  // The weights of the whole block of rows; else exponents are anything.
+  __device__ bool are_finite() const { return facts_ & kAreFinite; }
+  // Whether some row of it has weights of very different size.
+  __device__ bool are_wide() const { return facts_ & kAreWide; }
   // Which of the stacked rows of the output, the same for both.
   __device__ static int stacked(const ConvTiling& t) { return row_of_thread() >> t.stack_shift; }
 
@@ -69,17 +72,25 @@ struct ThreadRows {
     first_channel = row_block * kRows + (row_of_thread() & (t.stack_channels - 1));
     const int* exponents = p.weight_exponents + row_block * kRows;
     const int* is_wide = p.is_wide + row_block * kRows;
+    int of_scales = 0;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int m = row_of_thread() + 8 * k;
-      exponent[k] = exponents[m];
+      of_scales |= (exponents[m] & 0xfff) << 12 * k;
       bias[k] = p.row_bias[row_block * kRows + m];
     }
     const int lane = lane_of_thread();
-    are_wide = __any_sync(~0u, (is_wide[lane] | is_wide[lane + kWarpThreads]) != 0);
-    are_finite =
+    const bool are_wide = __any_sync(~0u, (is_wide[lane] | is_wide[lane + kWarpThreads]) != 0);
+    const bool are_finite =
         __all_sync(~0u, exponents[lane] != kNonFinite && exponents[lane + kWarpThreads] != kNonFinite);
+    facts_ = of_scales | (are_finite ? kAreFinite : 0) | (are_wide ? kAreWide : 0);
   }
+
+ private:
+  static constexpr int kAreFinite = 1 << 24;
+  static constexpr int kAreWide = 1 << 25;
+
+  int facts_;  // both exponents in 12 bits each, and two flags: beside the accumulators registers are few
 };
 
 // Whether one of a thread's rows does. exponent: of the panel's scale.
@@ -136,15 +147,16 @@ __device__ Scaling scaling_of(float (&d)[kCount], const ThreadRows& rows, int ex
   Scaling scaling;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const int of_products = exponent + rows.exponent[k];
-    const Unscale unscale(of_products);
-    scaling.factor[k] = unscale.factor;
+    const int power = -(exponent + rows.exponent(k));
+    const int within = within_normal(power);
+    scaling.factor[k] = power_of_two(within);
     scaling.bias[k] = rows.bias[k];
-    if (!Unscale::is_one_step(of_products)) {
+    if (power != within) {
+      const float rest = power_of_two(power - within);
 #pragma unroll
       for (int i = 2 * k; i < kCount; i += 4) {
-        d[i] *= unscale.rest;
-        d[i + 1] *= unscale.rest;
+        d[i] *= rest;
+        d[i + 1] *= rest;
       }
     }
   }

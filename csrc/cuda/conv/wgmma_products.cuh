@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "cuda/device/split.cuh"
 #include "operands.cuh"
 
 namespace fusedconv {

@@ -42,13 +42,18 @@ __device__ inline int scale_exponent(unsigned magnitude) {
   return min(kScaledExponent + 127 - int(magnitude >> 23), kMostExponent);
 }
 
+// The power of two next to one that may be none of a normal float.
+__device__ inline int within_normal(int exponent) {
+  return min(max(exponent, -kMostExponent), kMostExponent);
+}
+
 // Undoes scales: divides by two to a power, in two steps where that is no normal float.
 struct Unscale {
   float rest;  // comes first; 1 nearly always
   float factor;
 
   __device__ explicit Unscale(int exponent) {
-    const int within = min(max(-exponent, -kMostExponent), kMostExponent);
+    const int within = within_normal(-exponent);
     rest = power_of_two(-exponent - within);
     factor = power_of_two(within);
   }

@@ -42,13 +42,15 @@ struct ConvChain {
                             cudaStream_t stream) {
     if (element_count(problem.output) == 0) return cudaSuccess;
     const ConvProblem p = conv_problem(problem, plan, workspace).first;
-    return launch_passes(p, plan, card, stream);
+    return visit_mode(problem,
+                      [&](auto mode) { return launch_passes<decltype(mode)>(p, plan, card, stream); });
   }
 
   // Loads the kernels onto the current device and lets them use all of its shared memory.
   static cudaError_t load(const Card& card) {
     if (const cudaError_t status = load_pack()) return status;
-    if (const cudaError_t status = load_passes(card)) return status;
+    if (const cudaError_t status = visit_modes([&](auto mode) { return load_passes<decltype(mode)>(card); }))
+      return status;
     if constexpr (Chain::kNeedsStatistics) {
       if (const cudaError_t status = load_statistics()) return status;
     }
@@ -57,8 +59,9 @@ struct ConvChain {
   }
 
  private:
+  template <class Mode>
   using LastPass =
-      std::conditional_t<Chain::Reduce::kReducesChannels, LogSumExpPass<Chain>, StorePass<Chain>>;
+      std::conditional_t<Chain::Reduce::kReducesChannels, LogSumExpPass<Chain, Mode>, StorePass<Chain, Mode>>;
 
   static std::pair<ConvProblem, size_t> conv_problem(const Problem& problem, const ConvPlan& plan,
                                                      void* base) {
@@ -80,42 +83,45 @@ struct ConvChain {
     return {p, workspace.bytes()};
   }
 
+  template <class Mode>
   static cudaError_t launch_passes(const ConvProblem& p, const ConvPlan& plan, const Card& card,
                                    cudaStream_t stream) {
     if (const cudaError_t status = launch_pack(p, stream)) return status;
     if constexpr (kMayReside) {
       if (plan.is_resident) {
-        const cudaError_t status = launch_pass<ResidentPass<Chain>, true>(p, card, stream);
+        const cudaError_t status = launch_pass<Mode, ResidentPass<Chain, Mode>, true>(p, card, stream);
         if (status != cudaErrorCooperativeLaunchTooLarge) return status;
         cudaGetLastError();  // the stream has fewer multiprocessors than the card: two passes do with any
                              // number
       }
     }
     if constexpr (kPools) {
-      if (const cudaError_t status = launch_pass<PoolPass<Chain, false>>(p, card, stream)) return status;
+      if (const cudaError_t status = launch_pass<Mode, PoolPass<Chain, false>>(p, card, stream))
+        return status;
       if (const cudaError_t status = launch_norms(p, card, stream)) return status;
       return launch_pointwise<Chain>(p, card.overlaps_kernels, stream);
     } else {
       if constexpr (Chain::kNeedsStatistics) {
         using Moments = MomentsPass<typename Chain::Pre>;
-        if (const cudaError_t status = launch_pass<Moments>(p, card, stream)) return status;
+        if (const cudaError_t status = launch_pass<Mode, Moments>(p, card, stream)) return status;
         if (const cudaError_t status = launch_norms(p, card, stream)) return status;
       }
-      return launch_pass<LastPass>(p, card, stream);
+      return launch_pass<Mode, LastPass<Mode>>(p, card, stream);
     }
   }
 
+  template <class Mode>
   static cudaError_t load_passes(const Card& card) {
     if constexpr (kPools) {
-      return load_pass<PoolPass<Chain, false>>(card);
+      return load_pass<Mode, PoolPass<Chain, false>>(card);
     } else {
       if constexpr (kWaitsForNorms) {
-        if (const cudaError_t status = load_pass<MomentsPass<typename Chain::Pre>>(card)) return status;
+        if (const cudaError_t status = load_pass<Mode, MomentsPass<typename Chain::Pre>>(card)) return status;
       }
       if constexpr (kMayReside) {
-        if (const cudaError_t status = load_pass<ResidentPass<Chain>>(card)) return status;
+        if (const cudaError_t status = load_pass<Mode, ResidentPass<Chain, Mode>>(card)) return status;
       }
-      return load_pass<LastPass>(card);
+      return load_pass<Mode, LastPass<Mode>>(card);
     }
   }
 

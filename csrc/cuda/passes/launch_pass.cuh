@@ -38,8 +38,31 @@ inline ConvProblem packed_problem(const Problem& problem, const ConvPlan& plan, 
   return p;
 }
 
+// Calls visit with a value of the mode that a problem runs with.
+template <class Visit>
+cudaError_t visit_mode(const Problem& problem, const Visit& visit) {
+  switch (problem.input.dtype) {
+    case DType::kFloat32:
+      return problem.conv->tf32 ? visit(Halves{}) : visit(SplitHalves{});
+    case DType::kBFloat16:
+      return visit(BFloat16s{});
+    case DType::kFloat16:
+      return visit(Halves{});
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+// The same with each mode, until one fails.
+template <class Visit>
+cudaError_t visit_modes(const Visit& visit) {
+  if (const cudaError_t status = visit(SplitHalves{})) return status;
+  if (const cudaError_t status = visit(Halves{})) return status;
+  return visit(BFloat16s{});
+}
+
 // Persistent blocks, one a multiprocessor.
-template <class Pass, bool kIsCooperative = false>
+template <class Mode, class Pass, bool kIsCooperative = false>
 cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t stream) {
   const ConvTiling& t = p.tiling;
   const int items =
@@ -47,13 +70,13 @@ cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t str
   const int blocks = items < card.multiprocessors ? items : card.multiprocessors;
   const LaunchShape shape{dim3(blocks), kConvThreads, t.shared_bytes,
                           card.overlaps_kernels && !kIsCooperative, kIsCooperative};
-  return launch_kernel(conv_kernel<Pass>, shape, stream, p, items);
+  return launch_kernel(conv_kernel<Mode, Pass>, shape, stream, p, items);
 }
 
 // Loads a pass's kernel onto the current device and lets it use all of its shared memory.
-template <class Pass>
+template <class Mode, class Pass>
 cudaError_t load_pass(const Card& card) {
-  return cudaFuncSetAttribute(conv_kernel<Pass>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  return cudaFuncSetAttribute(conv_kernel<Mode, Pass>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               card.shared_bytes);
 }
 

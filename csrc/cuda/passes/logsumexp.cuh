@@ -9,7 +9,7 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 // Reduces the channels of a pixel.
-template <class Chain>
+template <class Chain, class Mode>
 class LogSumExpPass : public PassBase {
  public:
   static constexpr bool kAllRowBlocks = true;
@@ -55,7 +55,7 @@ class LogSumExpPass : public PassBase {
     const int64_t* stride = p_.output.stride;
     const int64_t at = tile.sample * stride[0] + (tile.row + row) * stride[2] + (tile.col + col) * stride[3];
     const Pack<float, 1> y{Chain::Final::value(x, x, Channel<float>{})};
-    store_values(Elements{p_.output.data, p_.output.dtype}, at, y);
+    store_output<NarrowOutput<Mode>>(p_.output, at, y);
   }
 
   ThreadChannels<kReadChannel<typename Chain::Pre, typename Chain::Post>> channels_;

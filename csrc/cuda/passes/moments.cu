@@ -3,8 +3,9 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-template cudaError_t launch_pass<MomentsPass<Sequence<>>>(const ConvProblem&, const Card&, cudaStream_t);
-template cudaError_t load_pass<MomentsPass<Sequence<>>>(const Card&);
+FUSEDCONV_MOMENTS_OF_V(, SplitHalves)
+FUSEDCONV_MOMENTS_OF_V(, Halves)
+FUSEDCONV_MOMENTS_OF_V(, BFloat16s)
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

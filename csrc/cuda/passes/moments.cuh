@@ -27,9 +27,14 @@ class MomentsPass : public PassBase {
 };
 
 // That of v itself serves several chains: moments.cu has it.
-extern template cudaError_t launch_pass<MomentsPass<Sequence<>>>(const ConvProblem&, const Card&,
-                                                                 cudaStream_t);
-extern template cudaError_t load_pass<MomentsPass<Sequence<>>>(const Card&);
+#define FUSEDCONV_MOMENTS_OF_V(qualifier, Mode)                                                              \
+  qualifier template cudaError_t launch_pass<Mode, MomentsPass<Sequence<>>>(const ConvProblem&, const Card&, \
+                                                                            cudaStream_t);                   \
+  qualifier template cudaError_t load_pass<Mode, MomentsPass<Sequence<>>>(const Card&);
+
+FUSEDCONV_MOMENTS_OF_V(extern, SplitHalves)
+FUSEDCONV_MOMENTS_OF_V(extern, Halves)
+FUSEDCONV_MOMENTS_OF_V(extern, BFloat16s)
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

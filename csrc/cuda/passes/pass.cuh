@@ -34,6 +34,10 @@ inline namespace FUSEDCONV_TARGET {
 template <class... Stages>
 constexpr bool kReadChannel = (Stages::kReadsChannel || ...);
 
+// What the output holds, of a kernel for some mode, where that is not float32.
+template <class Mode>
+using NarrowOutput = std::conditional_t<Mode::kParts == 2, float, typename Mode::Element>;
+
 // The parameters of a thread's channels; kReads: whether any stage reads them.
 template <bool kReads>
 struct ThreadChannels {
@@ -121,24 +125,6 @@ class PassBase {
         *reinterpret_cast<float2*>(to + kBlockColumns * j) = {map(v.value(k, j, 0), k),
                                                               map(v.value(k, j, 1), k)};
     }
-  }
-
-  // Held is what the output holds: float, or the bits of either type of two bytes.
-  template <class Held, int kCount>
-  __device__ void store_held(int64_t offset, const Pack<float, kCount>& values) const {
-    if constexpr (std::is_same_v<Held, float>) {
-      store_as<float>(p_.output.data, offset, values);
-    } else if (p_.output.dtype == DType::kBFloat16) {
-      store_as<__nv_bfloat16>(p_.output.data, offset, values);
-    } else {
-      store_as<__half>(p_.output.data, offset, values);
-    }
-  }
-
-  // Calls visit with a value of that type. For loops that store: in them it would cost to ask each time.
-  template <class Visit>
-  __device__ void visit_held(const Visit& visit) const {
-    p_.output.dtype == DType::kFloat32 ? visit(float{}) : visit(uint16_t{});
   }
 
   const ConvProblem& p_;

@@ -17,7 +17,7 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-template <class Chain>
+template <class Chain, class Mode>
 class ResidentPass : public PassBase {
  public:
   static constexpr bool kAllRowBlocks = false;
@@ -81,12 +81,11 @@ class ResidentPass : public PassBase {
     SampleStatistics(p_, kept(), tile.sample).find_norms(tile);
     sync();
     if constexpr (Chain::Reduce::kReducesChannels) {
-      visit_held([&](auto held) { reduce<decltype(held)>(tile); });
+      reduce(tile);
+    } else if (has_runs(p_.output)) {
+      store(tile);
     } else {
-      visit_held([&](auto held) {
-        using Held = decltype(held);
-        has_runs(p_.output) ? store<Held>(tile) : store_pixels<Held>(tile);
-      });
+      store_pixels(tile);
     }
     sync();  // before others write there
   }
@@ -98,23 +97,23 @@ class ResidentPass : public PassBase {
     return channel;
   }
 
-  template <class Held>
   __device__ void store(const Tile& tile) {
     const Tensor& output = p_.output;
-    const int64_t address = reinterpret_cast<intptr_t>(output.data) / int64_t(sizeof(Held));
+    const int64_t size = output.dtype == DType::kFloat32 ? sizeof(float) : sizeof(NarrowOutput<Mode>);
+    const int64_t address = reinterpret_cast<intptr_t>(output.data) / size;
     for_each_run(p_, tile, [&](int first, int64_t offset, int length) {
       const int64_t steps = first | (address + offset) | output.stride[1] | length;
       if (steps % 4 == 0) {
-        store_runs<Held, 4>(first, offset, length);
+        store_runs<4>(first, offset, length);
       } else if (steps % 2 == 0) {
-        store_runs<Held, 2>(first, offset, length);
+        store_runs<2>(first, offset, length);
       } else {
-        store_runs<Held, 1>(first, offset, length);
+        store_runs<1>(first, offset, length);
       }
     });
   }
 
-  template <class Held, int kVector>
+  template <int kVector>
   __device__ void store_runs(int first, int64_t offset, int length) {
     const int last = p_.tiling.out_channels - 1;
 #pragma unroll 1
@@ -127,14 +126,14 @@ class ResidentPass : public PassBase {
         const int pitch = run_pitch<float>(p_.tiling);
         Pack<float, kVector> values[2]{load_pack<kVector>(run + c * pitch),
                                        load_pack<kVector>(run + other * pitch)};
-        finish_vector<Held>(values[0], c, offset + i);
-        finish_vector<Held>(values[1], other, offset + i);
+        finish_vector(values[0], c, offset + i);
+        finish_vector(values[1], other, offset + i);
       }
     }
   }
 
   // offset: of the vector's place in the first channel.
-  template <class Held, int kVector>
+  template <int kVector>
   __device__ void finish_vector(Pack<float, kVector>& values, int c, int64_t offset) {
     const Channel<float> channel = channel_at(c);
 #pragma unroll
@@ -142,12 +141,11 @@ class ResidentPass : public PassBase {
       const float y = Chain::pointwise(x, channel);
       x = Chain::Final::value(y, y, channel);
     }
-    store_held<Held>(offset + c * p_.output.stride[1], values);
+    store_output<NarrowOutput<Mode>>(p_.output, offset + c * p_.output.stride[1], values);
   }
 
   // For channels that follow each other in memory: lanes have 8 channels of 4 pixels. They meet in banks
   // twice, and in float32 write whole sectors.
-  template <class Held>
   __device__ void store_pixels(const Tile& tile) {
     constexpr int kPixels = 4;
     const int pitch = run_pitch<float>(p_.tiling);
@@ -157,8 +155,8 @@ class ResidentPass : public PassBase {
       const Channel<float> channel = channel_at(c);
       for (int pixel = first; pixel < tile.rows * tile.cols; pixel += kWarps * kPixels) {
         const float y = Chain::pointwise(staging()[c * pitch + pixel], channel);
-        store_held<Held>(offset_of(tile, pixel) + c * p_.output.stride[1],
-                           Pack<float, 1>{Chain::Final::value(y, y, channel)});
+        store_output<NarrowOutput<Mode>>(p_.output, offset_of(tile, pixel) + c * p_.output.stride[1],
+                                         Pack<float, 1>{Chain::Final::value(y, y, channel)});
       }
     }
   }
@@ -171,7 +169,6 @@ class ResidentPass : public PassBase {
 
   // Two neighbouring lanes have two pixels, and half of the channels each: in turns of two, which lie in
   // other banks than the other lane's.
-  template <class Held>
   __device__ void reduce(const Tile& tile) {
     constexpr int kBatch = 8;  // channels of a lane
     constexpr int kTurn = 2 * kBatch;
@@ -206,8 +203,8 @@ class ResidentPass : public PassBase {
       sums[1].add_lanes(2);
       const float sum = share == 0 ? sums[0].value() : sums[1].value();
       if (pixel + share < pixels)
-        store_held<Held>(offset_of(tile, pixel + share),
-                           Pack<float, 1>{Chain::Final::value(sum, sum, Channel<float>{})});
+        store_output<NarrowOutput<Mode>>(p_.output, offset_of(tile, pixel + share),
+                                         Pack<float, 1>{Chain::Final::value(sum, sum, Channel<float>{})});
     }
   }
 

@@ -11,7 +11,7 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 // Stores every value of the chain.
-template <class Chain>
+template <class Chain, class Mode>
 class StorePass : public PassBase {
  public:
   static constexpr bool kAllRowBlocks = false;
@@ -31,13 +31,10 @@ class StorePass : public PassBase {
       const float y = Chain::Left::value(x, channel);
       x = Chain::Final::value(y, y, channel);
     });
-    switch (p_.output.dtype) {
-      case DType::kBFloat16:
-        return store<__nv_bfloat16>(v);
-      case DType::kFloat16:
-        return store<__half>(v);
-      default:
-        return store<float>(v);
+    if (p_.output.dtype == DType::kFloat32) {
+      store<float>(v);
+    } else if constexpr (Mode::kParts == 1) {
+      store<typename Mode::Element>(v);
     }
   }
 
