@@ -72,7 +72,9 @@ def main() -> None:
                 eager = partial(torch.conv2d, x, weight, bias, *geometry)
                 eager()
                 # The same for each chain.
-                plan = OPERATORS["conv2d_relu_hardswish"].kernels.launcher.plan_cpu([x, weight, bias, *geometry])
+                plan = OPERATORS["conv2d_relu_hardswish"].kernels.launcher.plan_cpu(
+                    [x, weight, bias, *geometry]
+                )
                 if seconds(eager) > given.most / 1e3 or costs_a_multiple(plan):
                     continue
                 for chain, own in {

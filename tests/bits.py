@@ -34,7 +34,7 @@ from torch import Tensor
 
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, randn
 from cuda_conv import IEEE, MODES, SOURCE, TF32, Call, Case, Mode, draw, forget, poisoned
-from fusedconv import _C, _backward, _launch
+from fusedconv import _C
 from gradients import named
 from helpers import BOUNDS, relative_error
 
@@ -188,18 +188,9 @@ def bits_of(tensor: Tensor) -> str:
 @contextmanager
 def our_conv_wherever_it_serves() -> Iterator[BufferingHandler]:
     """Also where PyTorch's is the faster one. Gives the log of what is prepared."""
-    limits = (
-        "_MOST_PRODUCTS", "_MOST_INPUT_CHANNELS", "_MOST_CHANNEL_PAIRS", "_MOST_COMPUTED", "_MOST_PACKED",
-        "_MOST_CHANNELS", "_MOST_CHANNELS_OF_NARROW", "_FEW_VALUES", "_FEW_VALUES_OF_AVX512", "_FEW_IDLE",
-    )  # fmt: skip
-    on_cpu: dict[str, Any] = {"_GRADIENTS_ON": _C.cpu_isas(), **dict.fromkeys(limits, 2**20)}
     log, said = logging.getLogger("fusedconv"), BufferingHandler(sys.maxsize)
     level = log.level
-    with (
-        patch.dict(os.environ, FUSEDCONV_CUDA_SOURCE=SOURCE),
-        patch.multiple(_launch, **on_cpu),
-        patch.object(_backward, "_LEAST_PIXELS", 1),
-    ):
+    with patch.dict(os.environ, FUSEDCONV_CUDA_SOURCE=SOURCE, FUSEDCONV_CPU_PATH="direct"):
         log.addHandler(said)
         log.setLevel(logging.DEBUG)
         try:
