@@ -167,7 +167,8 @@ class ConvOnCpu {
   bool is_little(bool is_wide) const {
     const int64_t samples = input_.size[0];
     const int64_t all_products = product({samples, weights(), computed()});
-    return all_products <= (is_wide ? kFewProductsOfWide : kFewProducts) &&
+    return products() <= kMostProductsOfFew &&  // one after the other, more of them would lose digits
+           all_products <= (is_wide ? kFewProductsOfWide : kFewProducts) &&
            (taps() > 1 || weights() <= kFewWeightsOfPixel) && product({samples, packed()}) <= kFewPacked;
   }
 
