@@ -1,5 +1,7 @@
 #include "backward_plan.h"
 
+#include <algorithm>
+
 #include "gradient_plan.h"
 
 namespace fusedconv {
@@ -23,6 +25,18 @@ std::optional<Reason> reason_against_gradients(const BackwardProblem& problem, c
     if (conv.padding[d] > kMostPadding) return Reason::kPadding;
   }
   return std::nullopt;
+}
+
+bool has_large_windows(const Arguments& arguments) {
+  constexpr int64_t kLeast = 8;
+  return arguments.pool[0] * arguments.pool[1] >= kLeast;
+}
+
+int64_t samples_of_step(int64_t bytes_of_sample, int64_t samples) {
+  // Enough for each kernel to fill the card for a while. Steps that stay in the L2 cache are slower, see
+  // bench/NOTES.md.
+  constexpr int64_t kStepBytes = int64_t(128) << 20;
+  return std::clamp<int64_t>(kStepBytes / bytes_of_sample, 1, samples);
 }
 
 Plan told(const BackwardPlan& plan) {

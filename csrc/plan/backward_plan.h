@@ -30,6 +30,13 @@ inline BackwardPlan recompute(const ConvPlan& conv) {
 // Why the kernels of a conv's gradients do not serve; empty if they do.
 std::optional<Reason> reason_against_gradients(const BackwardProblem& problem, const Card& card);
 
+// Where strips need tables of a pool's windows in the whole batch: of small ones they would have the size of
+// v.
+bool has_large_windows(const Arguments& arguments);
+
+// Of those of a batch, by what a step keeps of each.
+int64_t samples_of_step(int64_t bytes_of_sample, int64_t samples);
+
 // What there is to tell of it.
 Plan told(const BackwardPlan& plan);
 

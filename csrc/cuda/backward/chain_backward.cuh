@@ -14,10 +14,6 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Of what a step keeps of each kind: enough for each kernel to fill the card for a while. Steps that stay in
-// the L2 cache are slower, see bench/NOTES.md.
-constexpr int64_t kStepBytes = int64_t(128) << 20;
-
 // The conv of some samples, as a problem of its own. The output's memory is for the caller to set.
 inline Problem conv_problem(const BackwardProblem& problem, int64_t first, int64_t samples) {
   Problem conv{problem.conv->input, &problem.conv->conv, problem.arguments, problem.v};
@@ -231,7 +227,8 @@ struct ChainBackward {
   static cuda::BackwardPlan plan_with_conv(const BackwardProblem& problem, const cuda::Card& card) {
     if (const auto reason = cuda::reason_against_gradients(problem, card))
       return cuda::leave_to_pytorch(*reason);
-    if (may_run_in_strips(problem, card) && has_large_windows(problem)) {
+    if (may_run_in_strips(problem, card) &&
+        (!Chain::Reduce::kPools || cuda::has_large_windows(problem.arguments))) {
       const cuda::BackwardPlan plan = plan_strips(problem, card);
       if (plan.path == Path::kDirect) return plan;
     }
@@ -249,25 +246,18 @@ struct ChainBackward {
     if constexpr (Chain::kNeedsStatistics) {
       const size_t of_sample =
           FindingPasses<Chain>::workspace(chain_problem<Chain>(problem, 0, 1), plan.conv);
-      plan.step_samples = std::clamp<int64_t>(kStepBytes / int64_t(of_sample), 1, samples);
+      plan.step_samples = cuda::samples_of_step(int64_t(of_sample), samples);
     }
     plan.strip_pixels = kStripPixels;
     plan.workspace = StripBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
     return plan;
   }
 
-  // Of a pool each window has a line in tables of the whole batch: of small ones they would have the size of
-  // v.
-  static bool has_large_windows(const BackwardProblem& problem) {
-    constexpr int64_t kLeast = 8;
-    return !Chain::Reduce::kPools || problem.arguments.pool[0] * problem.arguments.pool[1] >= kLeast;
-  }
-
   static cuda::BackwardPlan plan_packed(const BackwardProblem& problem, const cuda::Card& card) {
     const int64_t samples = problem.v.size[0];
     cuda::BackwardPlan plan = cuda::recompute(plan_conv_output(conv_problem(problem, 0, samples), card));
     if (plan.path != Path::kDirect) return plan;
-    plan.step_samples = std::clamp<int64_t>(kStepBytes / sample_bytes(problem, card), 1, samples);
+    plan.step_samples = cuda::samples_of_step(sample_bytes(problem, card), samples);
     plan.workspace = PackedBackwardRun<Chain>(problem, plan, nullptr, card).workspace_bytes();
     return plan;
   }
