@@ -115,10 +115,15 @@ def chains(device: torch.device) -> Iterator[tuple[str, Callable[[], Call]]]:
                         yield cell, partial(make, name, shape, dtype, layout, trains)
 
 
-def serve(device: torch.device, words: str) -> None:
+def serve(folder: Path, device: torch.device, words: str) -> None:
     """Lists the calls; then for each line of the input, the name of one, writes a line of times in ms."""
+    import fusedconv
     from fusedconv._measure import interleaved
 
+    if folder not in Path(fusedconv.__file__).resolve().parents:  # an editable install comes before any path
+        sys.exit(
+            f"fusedconv is {fusedconv.__file__}, not that of {folder}: run this without an editable install"
+        )
     torch.manual_seed(0)
     makers = {cell: make for cell, make in (*modules(device), *chains(device)) if words in cell}
     print(json.dumps(list(makers)), flush=True)
@@ -137,7 +142,8 @@ def serve(device: torch.device, words: str) -> None:
 
 class Build:
     def __init__(self, folder: str, options: argparse.Namespace) -> None:
-        arguments = ["--serve", "--device", options.device, "--only", options.only]
+        arguments = [folder, "--serve", "--device", options.device, "--only", options.only]
+        self.folder = folder
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.child = subprocess.Popen(
             [sys.executable, __file__, *arguments],
@@ -150,7 +156,10 @@ class Build:
 
     def read(self) -> Any:
         assert self.child.stdout is not None
-        return json.loads(self.child.stdout.readline())
+        line = self.child.stdout.readline()
+        if not line:
+            sys.exit(f"the calls of {self.folder} ended with status {self.child.wait()}")
+        return json.loads(line)
 
     def times(self, cell: str) -> list[float]:
         assert self.child.stdin is not None
@@ -177,7 +186,7 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(torch.device(options.device), options.only)
+        serve(Path(options.builds[0]).resolve(), torch.device(options.device), options.only)
         return 0
     builds = [Build(folder, options) for folder in options.builds]
     say = partial(Console(width=120).print, highlight=False, soft_wrap=True)

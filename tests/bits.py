@@ -237,7 +237,8 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def compare(a: Record, b: Record, tensors: Sequence[Tensors] = ()) -> int:
-    """Prints what differs, and of given tensors by how much; 1 if results do. Headers and plans may."""
+    """Prints what differs, and of given tensors by how much; 1 if results do, or if there are none. Headers and
+    plans may."""
     for key in differing(a["header"], b["header"]):
         print(f"{key}: {a['header'].get(key)}, {b['header'].get(key)}")
     largest = 0.0
@@ -253,7 +254,7 @@ def compare(a: Record, b: Record, tensors: Sequence[Tensors] = ()) -> int:
     for what in ("plans", "cases"):
         count, wrong = len(a[what] | b[what]), differing(a[what], b[what])
         print(f"{count - len(wrong)} of {count} {what} equal" + "; differ: " * bool(wrong) + ", ".join(wrong))
-    return 1 if wrong else 0
+    return 1 if wrong or not a["cases"] else 0
 
 
 def main(words: list[str]) -> int:

@@ -26,8 +26,8 @@ def program(path: Path, *lines: str, status: int = 0) -> Path:
     return path
 
 
-def chosen(folder: Path, asked: str = "", path: str = "") -> str:
-    """The list, of a machine whose programs are those of `folder`."""
+def choose(folder: Path, asked: str) -> subprocess.CompletedProcess[str]:
+    """On a machine whose programs are those of `folder`."""
     nvcc = program(folder / "nvcc", *KNOWN.split())
     script = folder / "choose.cmake"
     lines = (
@@ -37,9 +37,14 @@ def chosen(folder: Path, asked: str = "", path: str = "") -> str:
         'message("[${result}]")',
     )
     script.write_text("\n".join(lines))
-    found = subprocess.run(
-        [str(CMAKE), "-P", script], env={"PATH": path or str(folder)}, capture_output=True, text=True
+    return subprocess.run(
+        [str(CMAKE), "-P", script], env={"PATH": str(folder)}, capture_output=True, text=True
     )
+
+
+def chosen(folder: Path, asked: str = "") -> str:
+    """The list."""
+    found = choose(folder, asked)
     assert found.returncode == 0, found.stderr
     return found.stderr.partition("[")[2].partition("]")[0]
 
@@ -76,3 +81,10 @@ def test_what_is_asked_for(tmp_path: Path) -> None:
     assert chosen(tmp_path, "90;90a") == "90;90a"
     release = chosen(tmp_path, "release").split(";")
     assert {"80", "90a-real", "120"} <= set(release)
+
+
+@pytest.mark.parametrize("asked", ["70", "80;native", "all", "sm_80", "80 90a"])
+def test_what_is_no_architecture_of_ours(tmp_path: Path, asked: str) -> None:
+    found = choose(tmp_path, asked)
+    assert found.returncode != 0
+    assert "which is no architecture from 75 on" in " ".join(found.stderr.split())

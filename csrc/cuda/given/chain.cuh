@@ -28,16 +28,18 @@ inline Tensor dense_tensor(const Tensor& like, void* data, bool channels_last) {
   return {data, like.dtype, {n, c, h, w}, {c * h * w, h * w, w, 1}};
 }
 
-// One call that computes in T. From a null workspace it only tells how much it needs.
+// One call that computes in T. From a null workspace it only tells how much it needs, of tensors whose memory
+// is aligned for wide loads or is not: only a launch knows their pointers.
 template <class Chain, class T>
 class GivenRun {
  public:
-  GivenRun(const Problem& problem, void* memory, const cuda::Card& card)
+  GivenRun(const Problem& problem, void* memory, const cuda::Card& card, bool may_be_wide = true)
       : problem_(problem),
         workspace_(memory),
         input_(problem.input),
         output_(problem.output),
-        overlaps_kernels_(card.overlaps_kernels) {
+        overlaps_kernels_(card.overlaps_kernels),
+        may_be_wide_(may_be_wide) {
     const bool channels_last = !fits(false) && is_dense(input_, true);
     if (!is_dense(input_, channels_last)) input_ = dense_tensor(input_, take_memory(input_), channels_last);
     if (kStores && !is_dense(output_, channels_last))
@@ -89,7 +91,7 @@ class GivenRun {
     const GivenShape shape = shape_of_work(channels_last);
     const int widest = widest_load(traits, shape);
     work_.shape = shape;
-    work_.plan = plan_given(traits, shape, may_start(widest) ? widest : 1, card);
+    work_.plan = plan_given(traits, shape, may_be_wide_ && may_start(widest) ? widest : 1, card);
     work_.input = {input_.data, input_.dtype};
     work_.output = output_;
     work_.arguments = problem_.arguments;
@@ -165,6 +167,7 @@ class GivenRun {
   GivenWork<T> work_{};
   Norm<T>* norms_ = nullptr;
   const bool overlaps_kernels_;
+  const bool may_be_wide_;
 };
 
 // Calls visit with a value of the type that is computed in; the output has the input's dtype or, if that is
@@ -184,7 +187,10 @@ struct GivenChain {
     if (problem.conv != nullptr || element_count(problem.input) == 0) return 0;
     size_t bytes = 0;
     visit_compute(problem, [&](auto zero) {
-      bytes = GivenRun<Chain, decltype(zero)>(problem, nullptr, card).workspace_bytes();
+      for (const bool may_be_wide : {true, false}) {
+        const GivenRun<Chain, decltype(zero)> run(problem, nullptr, card, may_be_wide);
+        bytes = std::max(bytes, run.workspace_bytes());
+      }
       return cudaSuccess;
     });
     return bytes;

@@ -53,48 +53,11 @@ cuda::Card card_of(int device, const cuda::Image& image, int capability, int arc
           image.source};
 }
 
-// The best image that the current device runs, of those up to the one that was asked for.
-Device find_device(int device, const std::string& asked) {
-  const RelaxedCapture relaxed;
-  const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
-                         attribute_of(device, cudaDevAttrComputeCapabilityMinor);
-  cudaError_t status = cudaErrorNoKernelImageForDevice;
-  for (const cuda::Image* image : cuda::kImages) {
-    const bool is_better = asked == "sm_80" && image->source == cuda::ConvSource::kSm90a;
-    if (is_better || capability < image->first_capability || capability > image->last_capability) continue;
-    int architecture = 0;
-    status = image->find_architecture(architecture);
-    if (status == cudaSuccess) return {image, card_of(device, *image, capability, architecture)};
-    cudaGetLastError();  // the next one may run
-  }
-  check_cuda(status, "cudaFuncGetAttributes");
-  return {};
-}
-
-// The same, looked up once for each device.
-const Device& device_of(int device) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, std::string>, Device> devices;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const std::pair<int, std::string> key(device, cuda::asked_source());
-  const auto found = devices.find(key);
-  if (found != devices.end()) return found->second;
-  return devices.emplace(key, find_device(device, key.second)).first->second;
-}
-
-const cuda::Kernel& find_kernel(const cuda::Image& image, const std::string& chain) {
-  const cuda::Kernel* const kernel = image.find_kernel(chain);
-  if (kernel == nullptr) throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "'");
-  return *kernel;
-}
-
-cudaError_t load_all_kernels(const Device& device) {
-  const RelaxedCapture relaxed;
-  for (const std::string& chain : cuda_chains()) {
-    const cudaError_t status = find_kernel(*device.image, chain).load(device.card);
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
+// Whether an error says that an image has no code for a device: then another one may.
+bool has_no_code(cudaError_t status) {
+  return status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction ||
+         status == cudaErrorInvalidKernelImage || status == cudaErrorInvalidPtx ||
+         status == cudaErrorUnsupportedPtxVersion;
 }
 
 std::string describe(int device) {
@@ -104,6 +67,49 @@ std::string describe(int device) {
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
          std::to_string(minor);
+}
+
+// The best image that the current device runs; sm_80 can be asked for where there is a better one.
+Device find_device(int device, const std::string& asked) {
+  const RelaxedCapture relaxed;
+  const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
+                         attribute_of(device, cudaDevAttrComputeCapabilityMinor);
+  for (const cuda::Image* image : cuda::kImages) {
+    if (asked == "sm_80" && image->source == cuda::ConvSource::kSm90a) continue;
+    if (capability < image->first_capability || capability > image->last_capability) continue;
+    int architecture = 0;
+    const cudaError_t status = image->find_architecture(architecture);
+    if (status == cudaSuccess) return {image, card_of(device, *image, capability, architecture)};
+    if (!has_no_code(status)) check_cuda(status, "cudaFuncGetAttributes");
+    cudaGetLastError();  // the next launch must not report it
+  }
+  throw std::runtime_error(describe(device) + ", fusedconv was built for " + cuda_architectures() +
+                           (asked.empty() ? "" : ", and FUSEDCONV_CUDA_SOURCE is " + asked));
+}
+
+const cuda::Kernel& find_kernel(const cuda::Image& image, const std::string& chain) {
+  const cuda::Kernel* const kernel = image.find_kernel(chain);
+  if (kernel == nullptr) throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "'");
+  return *kernel;
+}
+
+void load_all_kernels(const Device& device) {
+  const RelaxedCapture relaxed;
+  for (const std::string& chain : cuda_chains())
+    check_cuda(find_kernel(*device.image, chain).load(device.card), "loading kernels");
+}
+
+// What runs on the current device, looked up and loaded once for each.
+const Device& device_of(int device) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, std::string>, Device> devices;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::pair<int, std::string> key(device, cuda::asked_source());
+  const auto known = devices.find(key);
+  if (known != devices.end()) return known->second;
+  const Device found = find_device(device, key.second);
+  load_all_kernels(found);
+  return devices.emplace(key, found).first->second;
 }
 
 std::string version_text(int version) {
@@ -121,10 +127,8 @@ std::string reason_against(int device) {
   }
   try {
     const ContextGuard guard(device);
-    const cudaError_t status = load_all_kernels(device_of(device));
-    if (status == cudaSuccess) return "";
-    return describe(device) + ", fusedconv was built for " + cuda_architectures() + " (" +
-           cudaGetErrorString(status) + ")";
+    device_of(device);
+    return "";
   } catch (const std::runtime_error& error) {
     return error.what();
   }
