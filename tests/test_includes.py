@@ -59,6 +59,6 @@ def test_includes_go_one_way(file: Path) -> None:
 
 
 def test_plans_and_the_algebra_need_no_cuda() -> None:
-    """core/ serves both targets; plan/ is for hosts without a CUDA toolkit."""
-    for file in (p for p in sources() if folder_of(p) == "plan"):
+    """They serve hosts without a CUDA toolkit."""
+    for file in (p for p in sources() if folder_of(p) in {"core", "plan"}):
         assert not re.search(r"#\s*include\s*<cu", file.read_text()), file

@@ -52,9 +52,7 @@ std::optional<Reason> reason_against(const Problem& problem) {
   return std::nullopt;
 }
 
-int parts_of(const Problem& problem) {
-  return problem.input.dtype == DType::kFloat32 && !problem.conv->tf32 ? 2 : 1;
-}
+int parts_of(const Problem& problem) { return operand_parts(problem.input.dtype, *problem.conv); }
 
 // Whether PyTorch's conv is the faster one: see Architecture.
 bool is_slower(const Problem& problem, const ChainShape& chain, const Architecture& architecture) {

@@ -22,10 +22,16 @@
 
 #include <cstdint>
 
+#include "core/problem.h"
 #include "divisor.h"
 
 namespace fusedconv {
 namespace cuda {
+
+// How many parts a value has as an operand of the tensor cores: see cuda/device/split.cuh.
+inline int operand_parts(DType dtype, const Conv& conv) {
+  return dtype == DType::kFloat32 && !conv.tf32 ? 2 : 1;
+}
 
 constexpr int kUnitElements = 8;
 constexpr int kUnitBytes = 16;

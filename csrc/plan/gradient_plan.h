@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "card.h"
+#include "conv_tiling.h"
 #include "core/inline.h"
 #include "core/problem.h"
 #include "sizes.h"
@@ -27,10 +28,7 @@ inline int count_of_pieces(int size, int of_piece, int shared) {
   return size <= of_piece ? 1 : 1 + count_of_pieces(size - of_piece, of_piece - shared);
 }
 
-// How many parts a value has as an operand of the tensor cores: see cuda/device/split.cuh.
-inline int parts_of(const ConvBackward& conv) {
-  return conv.input.dtype == DType::kFloat32 && !conv.conv.tf32 ? 2 : 1;
-}
+inline int parts_of(const ConvBackward& conv) { return operand_parts(conv.input.dtype, conv.conv); }
 
 // Of 8 channels, even: zeros are added to the last.
 inline int chunks_of(int channels) { return count_of_pieces(channels, 2 * kUnitChannels) * 2; }

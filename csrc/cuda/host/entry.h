@@ -12,7 +12,7 @@
 namespace fusedconv {
 
 std::string cuda_version();        // of the toolkit this was built with, or "not built"
-std::string cuda_architectures();  // "90", "80;90a"; empty without CUDA
+std::string cuda_architectures();  // "90a-real", "80 90a-real"; empty without CUDA
 std::vector<std::string> cuda_chains();
 // Throws std::invalid_argument if FUSEDCONV_CUDA_SOURCE asks for what there is not.
 void check_cuda_source();

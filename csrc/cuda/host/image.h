@@ -1,5 +1,6 @@
-// All code for some architectures. Each image is compiled from the same sources, in a namespace of its own,
-// as the CPU's instruction sets are; which ones a build has follows from its list of architectures.
+// All code for some architectures. Each image is compiled from the same sources, but for those of convs where
+// it has none, in a namespace of its own, as the CPU's instruction sets are; which ones a build has follows
+// from its list of architectures.
 #pragma once
 
 #include <cuda_runtime_api.h>
