@@ -68,6 +68,19 @@ def close(got: Any, right: Any) -> None:
     torch.testing.assert_close(list(got), list(right), rtol=2e-5, atol=2e-5)
 
 
+def test_modules_compiled_one_by_one() -> None:
+    """torch.compile counts recompilations by a function's code, and after some runs the rest eagerly: each class of
+    ours has code of its own."""
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = [torch.compile(modules(row, 3, 8, padding=1)[0], backend=counter) for row in CONV_ROWS]
+    for size in (10, 14):
+        for trains in (True, False):
+            with torch.set_grad_enabled(trains):
+                for module in compiled:
+                    module(torch.ones(2, 3, size, 12))
+    assert counter.frame_count == 4 * len(CONV_ROWS)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
 def test_opcheck_of_the_chain(row: Row) -> None:
     gen = generator(row.chain, "opcheck")

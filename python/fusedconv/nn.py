@@ -167,7 +167,7 @@ def _shortest(
     return stride, padding, dilation, groups
 
 
-def _forward(chain: str) -> Callable[[Any, Tensor], Tensor]:
+def _forward(chain: str, name: str) -> Callable[[Any, Tensor], Tensor]:
     """Of the module of a chain. TorchScript finds operators in a closure, but none that a class holds."""
     behind_conv, with_conv = (getattr(torch.ops.fusedconv, name) for name in (chain, f"conv2d_{chain}"))
 
@@ -183,6 +183,9 @@ def _forward(chain: str) -> Callable[[Any, Tensor], Tensor]:
             )
         return output
 
+    # Each class has code of its own: torch.compile counts recompilations, and gives up after some, by that.
+    forward.__code__ = forward.__code__.replace()
+    forward.__qualname__ = name
     return forward
 
 
@@ -198,6 +201,11 @@ class _ConvChain(nn.Module):
 
     _chain: str  # the operator without its conv
     _stock_norm: bool = True  # whether an operator does what the norm does, if there is one
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "_chain" in vars(cls) and "forward" not in vars(cls):
+            cls.forward = _forward(cls._chain, f"{cls.__qualname__}.forward")
 
     def _take(self, conv: nn.Conv2d) -> None:
         _check_part("conv", conv, nn.Conv2d, *_OTHER_CONVS, nn.GroupNorm)
@@ -317,7 +325,6 @@ class ConvReLUHardswish(_ConvChain):
     """
 
     _chain = "relu_hardswish"
-    forward = _forward(_chain)
 
     @_constructor
     def __init__(
@@ -353,7 +360,6 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
 
     _chain = "bias_scale_sigmoid_group_norm"
     _before_norm = "bias_scale_sigmoid"
-    forward = _forward(_chain)
 
     @_constructor
     def __init__(
@@ -414,7 +420,6 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
     """
 
     _chain = "group_norm_scale_max_pool_clamp"
-    forward = _forward(_chain)
     __constants__ = (*_ConvChain.__constants__, "maxpool_kernel_size", "clamp_min", "clamp_max")
 
     @_constructor
@@ -503,7 +508,6 @@ class ConvGroupNormSiLU(_ConvNormChain):
     """
 
     _chain = "group_norm_silu"
-    forward = _forward(_chain)
 
     @_constructor
     def __init__(
@@ -547,7 +551,6 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
     """
 
     _chain = "group_norm_tanh_hardswish_logsumexp"
-    forward = _forward(_chain)
 
     @_constructor
     def __init__(
