@@ -37,11 +37,22 @@ def nodes(module: str) -> Iterator[ast.AST]:
 
 
 def imported(module: str) -> Iterator[str]:
-    """Of the package; a name that is no module is the package's own."""
+    """Of the package, by whatever form of import; a name that is no module is the package's own."""
     for node in nodes(module):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from (name if name in FLOOR_OF else "__init__" for name in names)
+        if isinstance(node, ast.Import):
+            names = [
+                alias.name.partition(".")[2]
+                for alias in node.names
+                if alias.name.split(".")[0] == PACKAGE.name
+            ]
+        elif isinstance(node, ast.ImportFrom):
+            source = f"{PACKAGE.name}.{node.module or ''}" if node.level else node.module or ""
+            package, _, name = source.partition(".")
+            names = [name] if name else [alias.name for alias in node.names]
+            names = names if package == PACKAGE.name else []
+        else:
+            continue
+        yield from (name if name in FLOOR_OF else "__init__" for name in names)
 
 
 def uses_torch_library(module: str) -> bool:
@@ -62,6 +73,21 @@ def test_each_module_has_its_floor() -> None:
 def test_imports_go_one_way(module: str) -> None:
     for other in imported(module):
         assert FLOOR_OF[other] < FLOOR_OF[module], f"{module} imports {other}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ._register import OPERATORS",
+        "from . import _register",
+        "import fusedconv._register",
+        "from fusedconv._register import OPERATORS",
+        "from fusedconv import _register",
+    ],
+)
+def test_each_form_of_import_is_seen(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "nodes", lambda module: ast.walk(ast.parse(f"import torch\n{line}")))
+    assert [*imported("_operator")] == ["_register"]
 
 
 def test_one_module_uses_torch_library() -> None:
