@@ -4,7 +4,8 @@
 #pragma once
 
 #include "core/parameter.h"
-#include "cuda/device/split.cuh"
+#include "cuda/device/elements.cuh"
+#include "pack_unit.cuh"
 #include "problem.cuh"
 
 namespace fusedconv {
@@ -21,28 +22,37 @@ __device__ float weight_at(const ConvProblem& p, int64_t offset) {
   }
 }
 
-// The weight that row m of a block of rows has at one value of a unit along the sum.
+// The weights that row m of a block of rows has in one unit along the sum.
 template <class Held>
-__device__ float weight_of(const ConvProblem& p, int row_block, int m, int chunk, int half_step,
-                           int element) {
+__device__ Unit<Held> load_weights(const ConvProblem& p, int row_block, int m, int chunk, int half_step) {
   const ConvTiling& t = p.tiling;
   const int units_per_block = t.tap_rows * t.tap_groups;
   const ChunkPlace first(t, chunk);
-  const int block = first.block + half_step / units_per_block;
-  const int in_channel = block * t.unit_channels + element % t.unit_channels;
-  const int row = t.tap_row[half_step % units_per_block / t.tap_groups] - m / t.stack_channels;
+  const int block_of_chunk = half_step / units_per_block;
+  const int unit_of_block = half_step - block_of_chunk * units_per_block;
+  const int tap_row = unit_of_block / t.tap_groups;
+  const int row = t.tap_row[tap_row] - m / t.stack_channels;
   const int row_of_chunk = row / t.dilation[0];
   const int kernel_row = first.kernel_row + row_of_chunk;
-  const int kernel_col =
-      first.kernel_col + half_step % t.tap_groups * t.unit_taps + element / t.unit_channels;
+  const int kernel_col = first.kernel_col + (unit_of_block - tap_row * t.tap_groups) * t.unit_taps;
+  const int in_channel = (first.block + block_of_chunk) * t.unit_channels;
   const int out_channel = row_block * kRows + m % t.stack_channels;
-  const bool exists = out_channel < t.out_channels && half_step / units_per_block < t.blocks_per_chunk &&
-                      in_channel < t.in_channels && row >= 0 && row % t.dilation[0] == 0 &&
-                      row_of_chunk < t.kernel_rows && kernel_row < t.kernel[0] && kernel_col < t.kernel[1];
-  if (!exists) return 0;
+  const bool is_row = out_channel < t.out_channels && block_of_chunk < t.blocks_per_chunk && row >= 0 &&
+                      row_of_chunk * t.dilation[0] == row && row_of_chunk < t.kernel_rows &&
+                      kernel_row < t.kernel[0];
   const int64_t* stride = p.weight.stride;
-  return weight_at<Held>(
-      p, out_channel * stride[0] + in_channel * stride[1] + kernel_row * stride[2] + kernel_col * stride[3]);
+  const Held* const from = static_cast<const Held*>(p.weight.data) + out_channel * stride[0] +
+                           in_channel * stride[1] + kernel_row * stride[2] + kernel_col * stride[3];
+  Unit<Held> unit{};
+#pragma unroll
+  for (int i = 0; i < kUnitElements; ++i) {
+    const int channel = i & (t.unit_channels - 1);
+    const int tap = i >> log2_of(t.unit_channels);
+    if (is_row && in_channel + channel < t.in_channels && kernel_col + tap < t.kernel[1])
+      unit.set(i, from + channel * stride[1] + tap * stride[3]);
+  }
+  unit.settle(false);
+  return unit;
 }
 
 // The largest magnitude of the weights between two channels; NaN wins.
@@ -85,30 +95,19 @@ __device__ int describe_row(const ConvProblem& p, int row, int out_channel) {
   return exponent;
 }
 
-// By a warp: one row of a block of rows, in all chunks.
+// By a warp: one row of a block of rows, in all chunks; a lane has a unit.
 template <class Held>
 __device__ void pack_weights(const ConvProblem& p, int row) {
   const ConvTiling& t = p.tiling;
   const int row_block = row / kRows;
   const int m = row % kRows;
-  const int values = t.half_steps * kUnitElements;
-  const int exponent = describe_row<Held>(p, row, row_block * kRows + m % t.stack_channels);
-  const float scale = power_of_two(exponent);
-  const bool is_bfloat16 = p.input.dtype == DType::kBFloat16;
+  const float scale = power_of_two(describe_row<Held>(p, row, row_block * kRows + m % t.stack_channels));
   const int part = t.half_steps * kRows;  // units
   for (int chunk = 0; chunk < t.chunks; ++chunk) {
     uint4* const units = p.weights + int64_t(row_block * t.chunks + chunk) * p.operand_parts * part + m;
-    for (int i = 2 * lane_of_thread(); i < values; i += 2 * kWarpThreads) {
-      const int half_step = i / kUnitElements;
-      const int element = i % kUnitElements;
-      const float first = weight_of<Held>(p, row_block, m, chunk, half_step, element) * scale;
-      const float second = weight_of<Held>(p, row_block, m, chunk, half_step, element + 1) * scale;
-      const SplitPair pair =
-          is_bfloat16 ? SplitPair{narrow_pair<__nv_bfloat16>(first, second), 0} : split_pair(first, second);
-      uint32_t* const word = reinterpret_cast<uint32_t*>(units + half_step * kRows) + element / 2;
-      *word = pair.high;
-      if (p.operand_parts == SplitHalves::kParts) word[part * kUnitElements / 2] = pair.low;
-    }
+    for (int half_step = lane_of_thread(); half_step < t.half_steps; half_step += kWarpThreads)
+      store_unit(load_weights<Held>(p, row_block, m, chunk, half_step), scale, p.operand_parts,
+                 units + half_step * kRows, part);
   }
 }
 
