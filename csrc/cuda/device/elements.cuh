@@ -53,21 +53,6 @@ __device__ Pack<float, kCount> from_half_words(const uint32_t* words, DType dtyp
   return values;
 }
 
-// Of elements of a type that is known when compiled or, uint16_t, of any dtype of two bytes.
-template <class T, class Element, int kCount>
-__device__ Pack<T, kCount> widened(const Pack<Element, kCount>& pack, [[maybe_unused]] DType dtype) {
-  if constexpr (std::is_same_v<Element, uint16_t>) {
-    uint32_t words[kCount / 2];
-    memcpy(words, &pack, sizeof(pack));
-    return from_half_words<kCount>(words, dtype);
-  } else {
-    Pack<T, kCount> values;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) values.element[k] = widen<T>(pack.element[k]);
-    return values;
-  }
-}
-
 // Elements as they lie in memory: to convert them at once would be to wait for each load by itself.
 template <class T, int kCount>
 struct RawPack {
@@ -141,9 +126,7 @@ __device__ void store_values(const Elements& to, int64_t offset, const Pack<T, k
 // To a tensor of Element's dtype or, if that has two bytes, float32.
 template <class Element, class T, int kCount>
 __device__ void store_output(const Tensor& to, int64_t offset, const Pack<T, kCount>& values) {
-  if constexpr (std::is_same_v<Element, uint16_t>) {
-    store_values({to.data, to.dtype}, offset, values);
-  } else if (sizeof(Element) == sizeof(T) || to.dtype != DType::kFloat32) {
+  if (sizeof(Element) == sizeof(T) || to.dtype != DType::kFloat32) {
     store_as<Element>(to.data, offset, values);
   } else {
     store_as<T>(to.data, offset, values);

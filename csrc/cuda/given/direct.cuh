@@ -73,12 +73,12 @@ __device__ void reduce_channels(const GivenWork<T>& work, int64_t sample, int64_
   const auto* const from = static_cast<const typename ThreadLoad::Element*>(work.input.data) + first;
   T y[kPixels];
   thread.logsumexp<Chain, kChannels>(y, exists ? shape.channels : 0, [&](int64_t c, T* x) {
-    const auto v = widened<T>(load_pack<kCount>(from + c * step), work.input.dtype);
+    const auto v = load_pack<kCount>(from + c * step);
     Channel<T> channel;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       if (k < kChannels) channel = channel_at(work, sample, c + k);
-      x[k] = Chain::value(v.element[k], channel);
+      x[k] = Chain::value(widen<T>(v.element[k]), channel);
     }
   });
   if (exists) thread.store(work.output, sample, p, y);
@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<T>)
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
   const int64_t block = block_index() % blocks_per_sample;
-  visit_raw_load<Chain>(work,
-                        [&](auto load) { reduce_channels<Chain, decltype(load)>(work, sample, block); });
+  visit_load<Chain>(work, [&](auto load) { reduce_channels<Chain, decltype(load)>(work, sample, block); });
 }
 
 template <class Chain, class T>

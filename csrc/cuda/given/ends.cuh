@@ -7,13 +7,14 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-template <class Chain, class Tile, class T, int kCount>
-__device__ Pack<T, kCount> finished(const Pack<T, kCount>& v, const Channel<T> (&channels)[Tile::kChannels]) {
+template <class Chain, class Tile, class T, class Element, int kCount>
+__device__ Pack<T, kCount> finished(const Pack<Element, kCount>& v,
+                                    const Channel<T> (&channels)[Tile::kChannels]) {
   Pack<T, kCount> y;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
     const Channel<T>& channel = channels[Tile::channel_of(k)];
-    const T value = Chain::value(v.element[k], channel);
+    const T value = Chain::value(widen<T>(v.element[k]), channel);
     y.element[k] = Chain::Final::value(value, value, channel);
   }
   return y;
@@ -45,7 +46,7 @@ __device__ void store_piece(const Tile& tile) {
       for (int i = 0; i < kBatch; ++i) {
         if (first + i * tile.pixel_step() < tile.piece.pixels)
           store_output<Element>(tile.work.output, at + i * tile.memory_step(),
-                                finished<Chain, Tile>(tile.widened(v[i]), channels));
+                                finished<Chain, Tile>(v[i], channels));
       }
       kept += kBatch * tile.step();
       at += kBatch * tile.memory_step();
@@ -56,62 +57,53 @@ __device__ void store_piece(const Tile& tile) {
 // The largest values of a piece's windows of kRows x kCols or, 0, of any size. Neighbouring threads have
 // windows that are neighbours in memory: so many lanes the columns of a row of windows or, where channels are
 // last, the channels of one.
-template <class Chain, class Element, int kRows, int kCols, bool kChannelsLast, class T>
-__device__ void pool_windows(const GivenPiece<T>& block) {
-  const GivenPlan& plan = block.plan;
-  const int window_rows = kRows > 0 ? kRows : int(block.work.arguments.pool[0]);
-  const int window_cols = kCols > 0 ? kCols : int(block.work.arguments.pool[1]);
+template <class Chain, int kRows, int kCols, class Tile>
+__device__ void pool_windows(const Tile& tile) {
+  using T = typename Tile::T;
+  using Element = typename Tile::Element;
+  const GivenPlan& plan = tile.plan;
+  const int window_rows = kRows > 0 ? kRows : int(tile.work.arguments.pool[0]);
+  const int window_cols = kCols > 0 ? kCols : int(tile.work.arguments.pool[1]);
   const int rows = plan.by_pooled_rows.value;  // the last piece of a sample may have fewer
-  const int cols = int(block.work.shape.window_pixels) / window_rows;
-  const int pooled_cols = int(block.work.output.size[3]);
-  const int col_step = kChannelsLast ? plan.unit_channels : 1;
-  const int channel_step = kChannelsLast ? 1 : plan.slice_pixels;
-  const Element* const values = reinterpret_cast<const Element*>(shared_memory + plan.tile_at);
-  const int64_t* stride = block.work.output.stride;
-  const int64_t first_row = block.piece.slice * rows;
+  const int cols = int(tile.work.shape.window_pixels) / window_rows;
+  const int pooled_cols = int(tile.work.output.size[3]);
+  const int col_step = tile.offset(0, 1);
+  const int64_t* stride = tile.work.output.stride;
+  const int64_t first_row = tile.piece.slice * rows;
   const int64_t first_output =
-      block.piece.sample * stride[0] + block.piece.channel * stride[1] + first_row * stride[2];
+      tile.piece.sample * stride[0] + tile.piece.channel * stride[1] + first_row * stride[2];
   const auto pool_window = [&](int c, int row, int col, const Channel<T>& channel) {
-    const int first = row * window_rows * cols + col * window_cols;
-    const Element* const at = values + first * col_step + c * channel_step;
+    const Element* const at = tile.values() + tile.offset(c, row * window_rows * cols + col * window_cols);
     const T most = window_maximum<T>(window_rows, window_cols, [&](int r, int q) {
       return Chain::value(widen<T>(at[(r * cols + q) * col_step]), channel);
     });
-    store_output<Element>(block.work.output, first_output + c * stride[1] + row * stride[2] + col * stride[3],
+    store_output<Element>(tile.work.output, first_output + c * stride[1] + row * stride[2] + col * stride[3],
                           Pack<T, 1>{Chain::Final::value(most, most, channel)});
   };
-  const int lanes = lanes_of(kChannelsLast ? block.piece.channels : pooled_cols);
+  const int lanes = lanes_of(tile.channels_last() ? tile.piece.channels : pooled_cols);
   const int lane = threadIdx.x & (lanes - 1);
   const int line_step = blockDim.x >> log2_of(lanes);
-  const int lines = rows * (kChannelsLast ? pooled_cols : block.piece.channels);
-  const int rows_here = int(min(block.work.output.size[2] - first_row, int64_t(rows)));
+  const int lines = rows * (tile.channels_last() ? pooled_cols : tile.piece.channels);
+  const int rows_here = int(min(tile.work.output.size[2] - first_row, int64_t(rows)));
   for (int line = threadIdx.x >> log2_of(lanes); line < lines; line += line_step) {
     const int outer = plan.by_pooled_rows.divide(line);  // a column of windows, or a channel
     const int row = line - outer * rows;
     if (row >= rows_here) continue;
-    if (kChannelsLast) {
-      for (int c = lane; c < block.piece.channels; c += lanes)
-        pool_window(c, row, outer, block.channel_at(c));
+    if (tile.channels_last()) {
+      for (int c = lane; c < tile.piece.channels; c += lanes)
+        pool_window(c, row, outer, tile.block.channel_at(c));
     } else {
-      const Channel<T> channel = block.channel_at(outer);
+      const Channel<T> channel = tile.block.channel_at(outer);
       for (int col = lane; col < pooled_cols; col += lanes) pool_window(outer, row, col, channel);
     }
   }
 }
 
-template <class Chain, class T>
-__device__ void pool_piece(const GivenPiece<T>& block) {
-  const auto pool = [&](auto element, auto channels_last) {
-    using Element = decltype(element);
-    constexpr bool kChannelsLast = decltype(channels_last)::value;
-    const int64_t* window = block.work.arguments.pool;
-    if (window[0] == 2 && window[1] == 2) return pool_windows<Chain, Element, 2, 2, kChannelsLast>(block);
-    pool_windows<Chain, Element, 0, 0, kChannelsLast>(block);
-  };
-  visit_element<T>(block.work.input.dtype, [&](auto element) {
-    if (block.work.shape.channels_last) return pool(element, std::true_type{});
-    pool(element, std::false_type{});
-  });
+template <class Chain, class Tile>
+__device__ void pool_piece(const Tile& tile) {
+  const int64_t* window = tile.work.arguments.pool;
+  if (window[0] == 2 && window[1] == 2) return pool_windows<Chain, 2, 2>(tile);
+  pool_windows<Chain, 0, 0>(tile);
 }
 
 template <class Chain, class Tile>
@@ -124,11 +116,10 @@ __device__ void reduce_piece(const Tile& tile) {
     const bool exists = p < tile.piece.pixels;
     T y[Tile::kPixels];
     thread.logsumexp<Chain, Tile::kChannels>(y, exists ? tile.piece.channels : 0, [&](int c, T* x) {
-      const Pack<T, Tile::kCount> v =
-          tile.widened(load_pack<Tile::kCount>(tile.values() + tile.offset(c, p)));
+      const auto v = load_pack<Tile::kCount>(tile.values() + tile.offset(c, p));
 #pragma unroll
       for (int k = 0; k < Tile::kCount; ++k)
-        x[k] = Chain::value(v.element[k], tile.block.channel_at(c + Tile::channel_of(k)));
+        x[k] = Chain::value(widen<T>(v.element[k]), tile.block.channel_at(c + Tile::channel_of(k)));
     });
     if (exists) thread.store(tile.work.output, tile.piece.sample, tile.piece.pixel + p, y);
   }

@@ -51,11 +51,24 @@ class GroupMoments {
 
   // To every block of the cluster.
   __device__ void share() const {
-    const int blocks = int(plan_.slices);
     sum_groups([&](int g, int lane, int lanes, const Deviations<double>& d) {
 #pragma unroll 1
-      for (int block = lane; block < blocks; block += lanes)
+      for (int block = lane; block < int(plan_.slices); block += lanes)
         *of_block(moments() + piece_.slice * plan_.groups + g, block) = d;
+    });
+  }
+
+  // To memory.
+  __device__ void write() const {
+    const int64_t parts_per_group = plan_.units_per_group * plan_.slices;
+    const int64_t first_group = piece_.channel / (work_.shape.channels / work_.shape.groups);
+    const int64_t part = piece_.unit % plan_.units_per_group * plan_.slices + piece_.slice;
+    sum_groups([&](int g, int lane, int, const Deviations<double>& d) {
+      if (lane > 0) return;
+      const double offset = d.sum / d.count;
+      const double m2 = d.squares - d.sum * offset;
+      work_.parts[(piece_.sample * work_.shape.groups + first_group + g) * parts_per_group + part] = {
+          d.count, d.shift + offset, m2 < 0 ? 0 : m2};  // keeps NaN
     });
   }
 

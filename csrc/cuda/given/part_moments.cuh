@@ -22,17 +22,20 @@ class PartMoments {
     const bool whole = plan_.run_channels == plan_.group_channels;
     for (int first = 0; first * plan_.run_channels < tile_.piece.channels; first += plan_.runs_at_once) {
       const int run = first + tile_.share.run;
-      if (whole) {
-        const Taken taken =
-            taken_by([&](Taken& to) { tile_.for_each_channel(run, [&](int c) { take_pixels(c, to); }); });
-        const Deviations<T> part = joined(total_of(taken));
-        if (run < plan_.groups && tile_.share.exists && tile_.share.lane == 0)
-          parts_[run * plan_.parts_per_group + tile_.share.line * plan_.run_threads +
-                 tile_.share.run_thread] = part;
-      } else {
-        tile_.for_each_channel(
-            run, [&](int c) { write_parts(taken_by([&](Taken& to) { take_pixels(c, to); }), c); });
-      }
+      const ChannelSteps channels = tile_.channels_of(run);
+      int c = channels.first;
+      do {
+        const int end = whole ? channels.end : min(channels.end, c + 1);
+        const Taken taken = taken_by([&](Taken& to) {
+          for (int i = c; i < end; i += channels.step) take_pixels(i, to);
+        });
+        if (whole) {
+          write_part(joined(total_of(taken)), run);
+        } else if (c < end) {
+          write_parts(taken, c);
+        }
+        c += channels.step;
+      } while (!whole && c < channels.end);
     }
     __syncthreads();
   }
@@ -120,10 +123,12 @@ class PartMoments {
 
   // What the norm gets.
   __device__ Pack<T, kCount> normed_values(const typename Tile::Element* from, int c) const {
-    Pack<T, kCount> x = tile_.widened(load_pack<kCount>(from));
-    if constexpr (!std::is_same_v<typename Chain::Pre, Sequence<>>) {
+    const auto v = load_pack<kCount>(from);
+    Pack<T, kCount> x;
 #pragma unroll
-      for (int k = 0; k < kCount; ++k)
+    for (int k = 0; k < kCount; ++k) {
+      x.element[k] = widen<T>(v.element[k]);
+      if constexpr (!std::is_same_v<typename Chain::Pre, Sequence<>>)
         x.element[k] =
             Chain::Pre::value(x.element[k], x.element[k], tile_.block.channel_at(c + Tile::channel_of(k)));
     }
@@ -139,6 +144,12 @@ class PartMoments {
       squares += taken.squares[k];
     }
     return {T(taken.loads * kCount), taken.shift[0], sum, squares};
+  }
+
+  __device__ void write_part(const Deviations<T>& part, int run) const {
+    if (run < plan_.groups && tile_.share.exists && tile_.share.lane == 0)
+      parts_[run * plan_.parts_per_group + tile_.share.line * plan_.run_threads + tile_.share.run_thread] =
+          part;
   }
 
   // Those of a group lie next to each other: its channels' parts in line after line of threads.

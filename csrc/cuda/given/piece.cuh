@@ -35,8 +35,7 @@ struct GivenWork {
   int64_t pieces;
 };
 
-// What a thread loads at once: so many pixels of a channel or, kIsOfChannels, channels of a pixel. Elements
-// are of a type that is known when compiled or, several uint16_t, of any dtype of two bytes.
+// What a thread loads at once: so many pixels of a channel or, kIsOfChannels, channels of a pixel.
 template <class Type, int kElements, bool kIsOfChannels>
 struct Load {
   using Element = Type;
@@ -52,43 +51,21 @@ struct Load {
 template <class Chain>
 constexpr bool kIsFlat = Chain::Reduce::kStores && !Chain::kReadsChannel && !Chain::kNeedsStatistics;
 
-template <class Chain, class Element, class T, class Visit>
-__device__ void visit_wide_load(const GivenWork<T>& work, const Visit& visit) {
-  constexpr int kWide = kVectorBytes / int(sizeof(Element));
-  constexpr int kWideChannels = kWide < cuda::kMostWideChannels ? kWide : cuda::kMostWideChannels;
-  if (!kIsFlat<Chain> && work.shape.channels_last) {
-    visit(Load<Element, kWideChannels, true>{});
-  } else if (work.plan.width == kWide) {
-    visit(Load<Element, kWide, false>{});
-  } else {
-    visit(Load<Element, kWide / 2, false>{});
-  }
-}
-
 // Calls visit with the Load of the plan, known when compiled.
 template <class Chain, class T, class Visit>
 __device__ void visit_load(const GivenWork<T>& work, const Visit& visit) {
   visit_element<T>(work.input.dtype, [&](auto element) {
     using Element = decltype(element);
-    if (work.plan.width == 1) {
-      visit(Load<Element, 1, false>{});
-    } else {
-      visit_wide_load<Chain, Element>(work, visit);
+    constexpr int kWide = kVectorBytes / int(sizeof(Element));
+    constexpr int kWideChannels = kWide < cuda::kMostWideChannels ? kWide : cuda::kMostWideChannels;
+    const int width = work.plan.width;
+    if (width == 1) return visit(Load<Element, 1, false>{});
+    if (!kIsFlat<Chain> && work.shape.channels_last) return visit(Load<Element, kWideChannels, true>{});
+    if constexpr (kWide > 2) {
+      if (width == kWide / 2) return visit(Load<Element, kWide / 2, false>{});
     }
+    visit(Load<Element, kWide, false>{});
   });
-}
-
-// The same with less code: where memory takes the time, or what is done with each value, a branch for each
-// wide load does not count.
-template <class Chain, class T, class Visit>
-__device__ void visit_raw_load(const GivenWork<T>& work, const Visit& visit) {
-  const DType dtype = work.input.dtype;
-  if (work.plan.width == 1)
-    return visit_element<T>(dtype, [&](auto element) { visit(Load<decltype(element), 1, false>{}); });
-  if constexpr (sizeof(T) == sizeof(float)) {
-    if (dtype != DType::kFloat32) return visit_wide_load<Chain, uint16_t>(work, visit);
-  }
-  visit_wide_load<Chain, T>(work, visit);
 }
 
 struct Piece {

@@ -6,6 +6,11 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+// first, first + step, ... up to end.
+struct ChannelSteps {
+  int first, end, step;
+};
+
 template <class ThreadLoad>
 class GivenTile : public ThreadLoad {
  public:
@@ -51,10 +56,6 @@ class GivenTile : public ThreadLoad {
     return static_cast<const Element*>(work.input.data) + memory_offset(c, p);
   }
 
-  __device__ Pack<T, kCount> widened(const Pack<Element, kCount>& v) const {
-    return fusedconv::widened<T>(v, work.input.dtype);
-  }
-
   // From one of a thread's pixels to the next.
   __device__ int pixel_step() const { return plan.pixel_threads * ThreadLoad::kPixels; }
   __device__ int step() const { return channels_last() ? pixel_step() * plan.unit_channels : pixel_step(); }
@@ -62,19 +63,20 @@ class GivenTile : public ThreadLoad {
     return channels_last() ? pixel_step() * work.shape.channels : pixel_step();
   }
 
-  // Calls visit(c) for the thread's channels of a run.
-  template <class Visit>
-  __device__ void for_each_channel(int run, const Visit& visit) const {
+  // The thread's channels of a run.
+  __device__ ChannelSteps channels_of(int run) const {
     const int first = run * plan.run_channels;
-    const int end = min(first + plan.run_channels, piece.channels);
-    const int step = plan.run_threads * kChannels;
-    for (int c = first + share.run_thread * kChannels; share.exists && c < end; c += step) visit(c);
+    const int end = share.exists ? min(first + plan.run_channels, piece.channels) : 0;
+    return {first + share.run_thread * kChannels, end, plan.run_threads * kChannels};
   }
-  // Of all its runs.
+
+  // Calls visit(c) for those of all its runs.
   template <class Visit>
   __device__ void for_each_channel(const Visit& visit) const {
-    for (int run = share.run; run * plan.run_channels < piece.channels; run += plan.runs_at_once)
-      for_each_channel(run, visit);
+    for (int run = share.run; run * plan.run_channels < piece.channels; run += plan.runs_at_once) {
+      const ChannelSteps channels = channels_of(run);
+      for (int c = channels.first; c < channels.end; c += channels.step) visit(c);
+    }
   }
 
   // Into shared memory, without waiting for them: see wait_for_copies().
