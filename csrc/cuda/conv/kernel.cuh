@@ -226,7 +226,7 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
     pass.before_staging();
     Scaling scaling;
     if (is_right) {
-      scaling = scaling_of(d, rows, exponent);
+      scaling = scaling_of<Mode>(d, rows, exponent);
     } else {
       recompute_tile(p, tile, rows, d, s.staging, barrier);
     }

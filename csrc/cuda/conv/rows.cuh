@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/device/plain_conv.cuh"
-#include "cuda/device/scales.cuh"
+#include "cuda/device/split.cuh"
 #include "products.cuh"
 #include "tiles.cuh"
 
@@ -142,12 +142,12 @@ struct Scaling {
 };
 
 // Of the accumulators; where one step does not undo the scales they get the first one here.
-template <int kCount>
+template <class Mode, int kCount>
 __device__ Scaling scaling_of(float (&d)[kCount], const ThreadRows& rows, int exponent) {
   Scaling scaling;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const int power = -(exponent + rows.exponent(k));
+    const int power = kMayScale<Mode> ? -(exponent + rows.exponent(k)) : 0;
     const int within = within_normal(power);
     scaling.factor[k] = power_of_two(within);
     scaling.bias[k] = rows.bias[k];

@@ -30,10 +30,12 @@ struct Halves : Parts<__half, 1> {};
 
 struct BFloat16s : Parts<__nv_bfloat16, 1> {};
 
-// Whether values that become Mode's are scaled.
+// Whether values that become Mode's may be scaled, and whether they are.
+template <class Mode>
+constexpr bool kMayScale = !std::is_same_v<Mode, BFloat16s>;
 template <class Mode>
 FUSEDCONV_INLINE bool is_scaled(DType dtype) {
-  return !std::is_same_v<Mode, BFloat16s> && (Mode::kParts == 2 || is_scaled(dtype));
+  return kMayScale<Mode> && (Mode::kParts == 2 || is_scaled(dtype));
 }
 
 // Calls visit(a value of the type that a tensor holds) where its values become Mode's.
