@@ -79,7 +79,7 @@ const char* fault_of_input(const Call& call) {
 }
 
 const char* fault_of_strips(const Call& call) {
-  if (!fits_strips(call.shape, call.samples)) return nullptr;
+  if (!fits_strips(call.shape, call.samples, call.card)) return nullptr;
   const StripPlan plan = cut_strips(call.shape, call.samples, call.card);
   if (!cover(plan.strips, kStripPixels, call.shape.out_size[1], kHalo)) return "strips do not cover the map";
   if (!cover(plan.segments, plan.segment_rows, call.shape.out_size[0], kHalo))

@@ -65,6 +65,14 @@ def test_plans_of_gradients(tmp_path: Path) -> None:
 
 
 @compiles
+def test_plans_of_backward(tmp_path: Path) -> None:
+    """Slices, rows and strips cover a sample, fit into shared memory, and do not depend on the batch."""
+    printed = run(tmp_path, HERE / "backward_plan.cpp", *PLAN.glob("*.cpp"), calls=500_000)
+    times = dict(line.rsplit(": ", 1) for line in printed.splitlines())
+    assert all(int(times[path]) > 1_000 for path in ("chain", "direct", "direct strips", "two-step"))
+
+
+@compiles
 def test_tiles_on_the_cpu(tmp_path: Path) -> None:
     """A filter that reaches far has tiles of as many rows, or each would pack what it reaches again."""
     run(tmp_path, HERE / "cpu_plan.cpp", CPU / "conv_source.cpp", CPU / "memory.cpp", calls=100_000)

@@ -9,6 +9,10 @@ namespace fusedconv {
 
 enum class DType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
+FUSEDCONV_INLINE int64_t bytes_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
 // A tensor (N, C, H, W) that the caller owns; strides in elements.
 struct Tensor {
   void* data;

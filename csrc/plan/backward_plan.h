@@ -3,9 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 
 #include "conv_plan.h"
+#include "gradient_plan.h"
+#include "step_plan.h"
 
 namespace fusedconv {
 namespace cuda {
@@ -15,24 +16,24 @@ struct BackwardPlan {
   Reason reason = Reason::kNoKernels;  // for which the path is none of ours
   ConvPlan conv{};                     // of v, which is computed again
   int64_t step_samples = 0;            // of each step that computes v again
-  int strip_pixels = 0;                // of a row, where it runs in strips
+  StepPlan steps{};                    // of the chain
+  ConvGradientsPlan gradients{};       // where steps give packed rows
+  StripPlan strips{};                  // where they give strips
   size_t workspace = 0;
+
+  bool runs_in_strips() const { return steps.kind == StepKind::kStrips; }
 };
 
-// The conv's part is PyTorch's.
-inline BackwardPlan leave_to_pytorch(Reason reason) { return {Path::kTwoStep, reason}; }
+// The conv of some samples, as a problem of its own. The output's memory is for the caller to set.
+Problem conv_problem(const BackwardProblem& problem, int64_t first, int64_t samples);
 
-// By our conv if that runs.
-inline BackwardPlan recompute(const ConvPlan& conv) {
-  return {conv.source == ConvSource::kNone ? Path::kTwoStep : Path::kDirect, conv.reason, conv};
-}
+// The same, with an output as the chain's.
+Problem chain_problem(const BackwardProblem& problem, const BackwardTraits& traits, int64_t first,
+                      int64_t samples);
 
-// Why the kernels of a conv's gradients do not serve; empty if they do.
-std::optional<Reason> reason_against_gradients(const BackwardProblem& problem, const Card& card);
-
-// Where strips need tables of a pool's windows in the whole batch: of small ones they would have the size of
-// v.
-bool has_large_windows(const Arguments& arguments);
+// All but the workspace and, in strips, step_samples. Throws std::overflow_error where sizes are beyond what
+// can be computed: the conv's part is PyTorch's then.
+BackwardPlan plan_backward(const BackwardProblem& problem, const BackwardTraits& traits, const Card& card);
 
 // Of those of a batch, by what a step keeps of each.
 int64_t samples_of_step(int64_t bytes_of_sample, int64_t samples);

@@ -120,6 +120,12 @@ FUSEDCONV_DEVICE inline int tiles_per_sample(const ConvTiling& t) {
   return t.bands * t.tiles_across * t.sub_tiles;
 }
 
+// Of one block of rows: parts that have moments or sums of their own, for each row of the stack and half of
+// the columns.
+FUSEDCONV_DEVICE inline int parts_per_channel(const ConvTiling& t) {
+  return tiles_per_sample(t) * t.stack * kPartsOfTile;
+}
+
 // Where the row of the input that is `offset` below a tile's first row stands in shared memory.
 FUSEDCONV_DEVICE inline int row_slot(const ConvTiling& t, int offset) {
   return offset % t.stack * t.phase_rows + offset / t.stack;

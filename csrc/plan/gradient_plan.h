@@ -12,6 +12,8 @@
 #include "core/problem.h"
 #include "sizes.h"
 
+struct uint4;  // CUDA's, of 16 bytes
+
 namespace fusedconv {
 namespace cuda {
 
@@ -92,10 +94,51 @@ inline void cut_rows(Slabs& slabs, int rows, int64_t samples, int64_t at_once) {
 }
 
 // Of all blocks that the card runs at a time, those for each of so many pairs of channels.
-inline int64_t blocks_for(size_t shared_bytes, int pairs, const Card& card) {
+inline int64_t blocks_for(size_t shared_bytes, int64_t pairs, const Card& card) {
   constexpr int kMost = 4;  // on a multiprocessor, if its memory suffices
   const int fitting = std::max(int(card.shared_bytes / shared_bytes), 1);
-  return std::max(card.multiprocessors * std::min(kMost, fitting) / pairs, 1);
+  return std::max<int64_t>(card.multiprocessors * std::min(kMost, fitting) / pairs, 1);
+}
+
+// ---- packed rows ----
+
+// A map in packed rows: see cuda/gradients/packed_rows.cuh. Its memory is for a run to set.
+struct PackedRows {
+  uint4* units;          // [samples][rows][chunks][operand_parts][pitch]; kGuardUnits before and behind
+  int* exponents;        // [samples][rows]: float32 was multiplied by two to this power
+  const float* balance;  // [channels], powers of two by which they were multiplied before; null: by none
+  DType dtype;           // of the values
+  int channels;
+  int chunks;         // of 8 channels, even: zeros are added to the last
+  int operand_parts;  // of a value
+  int rows, cols;
+  int pitch;  // from cols on zeros: they are also what stands before the next row
+
+  FUSEDCONV_INLINE int64_t row_units() const { return int64_t(chunks) * operand_parts * pitch; }
+#ifdef __CUDACC__
+  __device__ uint4* row(int64_t index) const { return units + index * row_units(); }
+#endif
+};
+
+// margin: of zeros that are read beside a row.
+inline PackedRows packed_map(const ConvBackward& conv, int channels, const int (&size)[2], int least_pitch,
+                             int margin) {
+  PackedRows map{};
+  map.dtype = conv.input.dtype;
+  map.channels = channels;
+  map.chunks = chunks_of(channels);
+  map.operand_parts = parts_of(conv);
+  map.rows = size[0];
+  map.cols = size[1];
+  map.pitch = std::max(least_pitch, size[1] + margin);
+  return map;
+}
+
+// The kernel that packs the input has a row of all channels in shared memory.
+constexpr int kRowPadding = 1;  // so that lanes meet in no bank
+
+inline int64_t row_shared_bytes(const PackedRows& to) {
+  return to.channels * (to.cols + int64_t(kRowPadding)) * int64_t(sizeof(float));
 }
 
 // ---- the gradient of the weight ----
@@ -107,6 +150,7 @@ constexpr int kStepPixels = 16;
 constexpr int kMostSlabCols = 64;
 constexpr int kInputCols = kMostSlabCols + kTaps - 1;
 constexpr int kInputRows = 4;  // that stand in shared memory: those of the taps and the next one
+constexpr int kSlotValues = kTileChannels * kUnitChannels * kTaps * kTaps;  // of a warp's sums
 
 // A block has 64 of the output's channels and 8 of the input's, and walks down slabs of the map; its warps
 // have 16 channels each or, of fewer, take turns at the pixels.
@@ -116,6 +160,10 @@ struct WeightGradientPlan {
   int out_blocks, in_blocks;
   int blocks;  // for each pair of these and each window
   int slots;   // in which sums stand apart until the end
+
+  FUSEDCONV_INLINE int64_t values_of_slot(const ConvShape& shape) const {
+    return int64_t(out_blocks) * in_blocks * shape.count_windows() * channel_warps * kSlotValues;
+  }
 };
 
 // Two rows of the output's gradient, and those of the input.
@@ -133,8 +181,8 @@ inline WeightGradientPlan plan_weight_gradient(const ConvShape& shape, int parts
     plan.channel_warps *= 2;
   plan.slabs.across = count_of_pieces(shape.out_size[1], kMostSlabCols);
   plan.slabs.cols = int(round_up(count_of_pieces(shape.out_size[1], plan.slabs.across), kStepPixels));
-  const int64_t blocks =
-      blocks_for(weight_shared_bytes(parts), plan.out_blocks * plan.in_blocks * shape.count_windows(), card);
+  const int64_t pairs = int64_t(plan.out_blocks) * plan.in_blocks * shape.count_windows();
+  const int64_t blocks = blocks_for(weight_shared_bytes(parts), pairs, card);
   cut_rows(plan.slabs, shape.out_size[0], samples, blocks);
   plan.blocks = int(std::min(plan.slabs.of_samples(samples), blocks));
   plan.slots = plan.blocks * (kWeightWarps / plan.channel_warps);
@@ -204,6 +252,49 @@ inline InputGradientPlan plan_input_gradient(const ConvShape& shape, int parts, 
   return plan;
 }
 
+// ---- both ----
+
+constexpr int kStaticBytes = 256;  // of shared memory that a kernel has besides, at the most
+
+struct ConvGradientsPlan {
+  ConvShape shape;
+  int64_t step_samples;  // of a step, at the most
+  WeightGradientPlan weight;
+  InputGradientPlan input;
+  PackedRows grads, input_rows;
+
+  // Whether the kernels fit into a block's shared memory; of what reason_against_gradients() lets through.
+  bool fits(const Card& card) const {
+    const int64_t bytes = std::max<int64_t>(input.shared_bytes, row_shared_bytes(input_rows));
+    return bytes + kStaticBytes <= card.shared_bytes;
+  }
+
+  // Of what is kept of a sample, the most of one kind.
+  int64_t sample_bytes() const {
+    const auto bytes = [](const PackedRows& of) {
+      return Checked(of.rows) * of.row_units() * kChannelsBytes;
+    };
+    return std::max(bytes(grads), bytes(input_rows)).value();
+  }
+};
+
+inline ConvGradientsPlan plan_conv_gradients(const BackwardProblem& problem, int64_t step_samples,
+                                             const Card& card) {
+  const ConvBackward& conv = *problem.conv;
+  const int parts = parts_of(conv);
+  ConvGradientsPlan plan{conv_shape(problem), step_samples};
+  const ConvShape& shape = plan.shape;
+  plan.weight = plan_weight_gradient(shape, parts, step_samples, card);
+  plan.input = plan_input_gradient(shape, parts, step_samples, card);
+  // Of the output's gradient all of a slab is read, and as much beside a row as windows have taps. So is the
+  // input, which may have padding: what is multiplied by zeros must be finite.
+  const int cols = plan.weight.slabs.across * plan.weight.slabs.cols;
+  const int beside = shape.windows[1] * kTaps - 1;
+  plan.grads = packed_map(conv, shape.out_channels, shape.out_size, cols, beside);
+  plan.input_rows = packed_map(conv, shape.in_channels, shape.in_size, cols + beside, shape.padding[1]);
+  return plan;
+}
+
 // ---- strips ----
 
 constexpr int kTilePixels = 16;
@@ -211,6 +302,12 @@ constexpr int kTileWarps = 8;
 constexpr int kStripPixels = kTileWarps * kTilePixels;
 constexpr int kHalo = kTaps - 1;  // rows and columns that a strip's neighbours have too
 constexpr int kMostOutTiles = 4;  // of 16 channels
+constexpr int kSumWarps = 4;
+constexpr int kStripInputCols = kStripPixels + kHalo;
+// Of the input, in shared memory: those that sum warps read, one further down tile warps, and the next one.
+constexpr int kStripInputRows = kTaps + 2;
+constexpr int kMostParts = 2;                 // of a value, for the tensor cores
+constexpr int kSumsPitch = kStripPixels + 4;  // so that lanes meet in no bank
 // The steps of a walk: before the first row come some that only bring rows in.
 constexpr int kFirstStep = -kTaps - 1;
 
@@ -221,10 +318,40 @@ struct StripPlan {
   int segments, segment_rows;
   int blocks;
   int out_tiles;  // that hold the output's channels: 2 or 4
+
+  // In which the sums of a sample come apart.
+  int64_t slices() const { return int64_t(strips) * segments * kTileWarps; }
+
+  // The weight's gradient, in slots as those of cuda/gradients/weight_gradient.cuh.
+  WeightGradientPlan weight() const {
+    WeightGradientPlan plan{};
+    plan.channel_warps = out_tiles;
+    plan.out_blocks = plan.in_blocks = 1;
+    plan.slots = blocks * (kSumWarps / out_tiles);
+    return plan;
+  }
 };
 
+inline int out_tiles_for(int channels) {
+  return channels > kMostOutTiles / 2 * kTileChannels ? kMostOutTiles : kMostOutTiles / 2;
+}
+
+// As StripShared (cuda/backward/strip_work.cuh) has them.
+constexpr int strip_shared_bytes(int out_tiles) {
+  constexpr int kInput = kStripInputRows * kMostParts * kStripInputCols * kChannelsBytes;
+  constexpr int kSums = 2 * kTaps * kUnitChannels * kSumsPitch * 4;
+  constexpr int kFacts = 512;  // of rows and of the weight, and what alignment leaves empty
+  // Of 16 channels.
+  constexpr int kGrads = 2 * kMostParts * kStripPixels * 2 * kChannelsBytes;
+  constexpr int kConvWeights = kTaps * 2 * kWarp * (16 + 8);
+  constexpr int kGradientWeights = kTaps * kTaps * kWarp * 16;
+  constexpr int kChannels = kTileChannels * (48 + 8 + 4 + 4 * kUnitChannels);
+  return kInput + kSums + kFacts + out_tiles * (kGrads + kConvWeights + kGradientWeights + kChannels);
+}
+
 // Whether the kernel of strips has room for a conv of which packed rows would serve.
-inline bool fits_strips(const ConvShape& shape, int64_t samples) {
+inline bool fits_strips(const ConvShape& shape, int64_t samples, const Card& card) {
+  if (strip_shared_bytes(out_tiles_for(shape.out_channels)) > card.shared_bytes) return false;
   if (shape.in_channels > kUnitChannels || shape.out_channels > kMostOutTiles * kTileChannels) return false;
   if (shape.kernel[0] != kTaps || shape.kernel[1] != kTaps) return false;
   // Offsets within a sample, and units, are counted in 31 bits.
@@ -237,10 +364,6 @@ inline bool fits_strips(const ConvShape& shape, int64_t samples) {
     return false;
   // Of a strip half at least should be pixels.
   return shape.out_size[1] >= kStripPixels / 2;
-}
-
-inline int out_tiles_for(int channels) {
-  return channels > kMostOutTiles / 2 * kTileChannels ? kMostOutTiles : kMostOutTiles / 2;
 }
 
 // Segments as let all blocks end soonest.

@@ -7,16 +7,11 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kSpanChannels = 8;    // of a warp
-constexpr int kMostSpanWarps = 24;  // so many that three blocks of 8 fit onto a multiprocessor
-constexpr int kSpanWidth = 2;       // elements of a load, or 1
-constexpr int kSpanPixels = 256;    // of a block, which has a few of them at a time
+using cuda::kMostSpanWarps;
+using cuda::kSpanChannels;
+using cuda::kSpanPixels;
 
-inline bool has_channel_sums(int64_t channels) { return channels <= kSpanChannels * kMostSpanWarps; }
-
-inline int channel_sums_threads(int64_t channels) {
-  return int(cuda::divide_up(channels, kSpanChannels)) * kWarpThreads;
-}
+constexpr int kSpanWidth = 2;  // elements of a load, or 1
 
 struct SpanMemory {
   SampleChannel channels[kSpanChannels * kMostSpanWarps];
@@ -178,9 +173,9 @@ __global__ void __launch_bounds__(kMostSpanWarps* kWarpThreads)
   __shared__ SpanMemory memory;
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  if (block_index() >= work.samples * work.blocks_per_sample) return;
-  const int64_t sample = work.by_blocks_per_sample.divide(block_index());
-  const int64_t block = block_index() - sample * work.blocks_per_sample;
+  if (block_index() >= work.samples * work.blocks.per_sample) return;
+  const int64_t sample = work.blocks.by_per_sample.divide(block_index());
+  const int64_t block = block_index() - sample * work.blocks.per_sample;
   if (threadIdx.x < work.channels)
     memory.channels[threadIdx.x] = {channel_of_thread<Chain>(work, sample, threadIdx.x),
                                     norm_gradient_of<Chain>(work, sample, threadIdx.x)};

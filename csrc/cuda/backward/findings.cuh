@@ -22,20 +22,13 @@ template <class Chain>
 struct FindingPasses {
   static constexpr bool kPools = Chain::Reduce::kPools;
 
-  // The output is of the size that the chain gives.
-  static ConvPlan plan(const Problem& problem, const Card& card) {
-    return cuda::plan_conv(problem, {kPools, false, kPools}, card);
-  }
-
   static size_t workspace(const Problem& problem, const ConvPlan& plan) {
     Workspace workspace(nullptr);
     packed_problem(problem, plan, workspace);
     return workspace.bytes();
   }
 
-  // Into so many slices a channel come the sums.
-  static int64_t slices(const ConvPlan& plan) { return parts_per_channel(plan.tiling); }
-
+  // The output is of the size that the chain gives.
   static cudaError_t launch(const Problem& problem, const ConvPlan& plan, void* workspace,
                             const ConvFindings& to, const Card& card, cudaStream_t stream) {
     Workspace memory(workspace);
@@ -45,7 +38,8 @@ struct FindingPasses {
     p.pooled_places = to.pooled_places;
     p.backward = to.sums;
     if (const cudaError_t status = launch_pack(p, stream)) return status;
-    return visit_mode(problem, [&](auto mode) { return launch_pass<decltype(mode), Pass>(p, card, stream); });
+    return visit_mode(p.input.dtype, plan.parts,
+                      [&](auto mode) { return launch_pass<decltype(mode), Pass>(p, card, stream); });
   }
 
   static cudaError_t load(const Card& card) {

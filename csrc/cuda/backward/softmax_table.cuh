@@ -38,9 +38,9 @@ __device__ void add_some_channels(const BackwardWork<T>& work, int64_t from, int
 
 template <class Chain, class T, int kCount>
 __device__ void write_pixels(const BackwardWork<T>& work, Channel<T> (&channels)[kPlaneThreads]) {
-  const ReducingThread thread(false, work.lanes);
-  const int64_t sample = work.by_blocks_per_sample.divide(block_index());
-  const int64_t block = block_index() - sample * work.blocks_per_sample;
+  const ReducingThread thread(false, work.blocks.lanes);
+  const int64_t sample = work.blocks.by_per_sample.divide(block_index());
+  const int64_t block = block_index() - sample * work.blocks.per_sample;
   const int64_t pixel = (block * thread.pixels + thread.pixel) * kCount;
   const bool exists = pixel < work.pixels;
   LogSumExp<T> sums[kCount];
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
   __shared__ Channel<T> channels[kPlaneThreads];
   let_next_kernel_start();
   wait_for_earlier_kernels();
-  if (block_index() >= work.samples * work.blocks_per_sample) return;
+  if (block_index() >= work.samples * work.blocks.per_sample) return;
   visit_count(work, [&](auto count) { write_pixels<Chain, T, decltype(count)::value>(work, channels); });
 }
 

@@ -18,54 +18,52 @@ inline namespace FUSEDCONV_TARGET {
 template <class Chain, class T>
 class BackwardRun {
  public:
-  BackwardRun(const BackwardProblem& problem, const StepShape& step, Workspace& workspace,
+  BackwardRun(const BackwardProblem& problem, const StepPlan& plan, Workspace& workspace,
               const cuda::Card& card)
-      : call_(problem, step, workspace), card_(card) {}
+      : call_(problem, plan, workspace), card_(card) {}
 
   bool runs() const { return call_.runs; }
-  bool fits() const { return call_.fits(); }
   ConvFindings findings(int64_t first_sample) const { return call_.findings(first_sample); }
 
   // Queues the norms without weight and bias, which all others take.
   cudaError_t launch_norms(int64_t first_sample, int64_t samples, cudaStream_t stream) const {
     return launch_unit_norms(call_.problem.statistics + first_sample * call_.groups(), samples,
-                             call_.channels, call_.groups(), call_.norms(), stream);
+                             call_.plan.channels, call_.groups(), call_.norms(), stream);
   }
 
-  // Queues the gradient of v of `samples` samples from `first_sample` on. v (problem.v.dtype) and grad_v
-  // (problem.grad_v_dtype) are contiguous memory of these samples alone; the rest is of all samples.
-  cudaError_t launch_step(int64_t first_sample, int64_t samples, const void* v, void* grad_v,
-                          cudaStream_t stream) const {
+  // Queues the gradient of v, which are contiguous.
+  cudaError_t launch_tensor(cudaStream_t stream) const {
     if (!call_.runs) return cudaSuccess;
+    const BackwardProblem& problem = call_.problem;
     const BackwardWork<T> work =
-        call_.work_of(first_sample, samples, v, call_.problem.wants.v ? grad_v : nullptr);
+        call_.work_of(0, call_.plan.samples, problem.v.data, problem.wants.v ? problem.grad_v : nullptr);
     bool overlaps = false;  // with the kernel before; the first one does not
-    if (const cudaError_t status = launch_before_gradient(first_sample, work, overlaps, stream))
-      return status;
+    if (const cudaError_t status = launch_before_gradient(0, work, overlaps, stream)) return status;
     if (!call_.writes) return cudaSuccess;
     return launch_planes(write_gradient<Chain, T>, blocks_of(work.planes), work, overlaps, stream);
   }
 
+  // Queues the gradient of v of `samples` samples from `first_sample` on, as packed rows. v is contiguous
+  // memory of these samples alone; the rest is of all samples.
   cudaError_t launch_packed_step(int64_t first_sample, int64_t samples, const void* v,
                                  const PackedRows& grad_v, cudaStream_t stream) const {
     if (!call_.runs) return cudaSuccess;
     PackWork pack{call_.work_of(first_sample, samples, v, nullptr), grad_v, {}};
     if (!call_.problem.wants.v) pack.to.units = nullptr;
-    pack.shape =
-        pack_shape(grad_v, samples, pack_width<Chain>(pack.work, grad_v.cols), int(call_.pooled_cols()));
+    pack.shape = cuda::pack_shape(grad_v, call_.plan, samples, pack_width<Chain>(pack.work, grad_v.cols));
     bool overlaps = false;
     if (const cudaError_t status = launch_before_gradient(first_sample, pack.work, overlaps, stream))
       return status;
     if (!call_.writes) return cudaSuccess;
-    const LaunchShape shape{grid_of(samples * grad_v.rows, 1), kGradientThreads,
-                            int(PackMemory<Chain>::bytes(call_.channels, pack.shape.pitch)), overlaps};
+    const LaunchShape shape{grid_of(samples * grad_v.rows, 1), kGradientThreads, int(call_.plan.pack_bytes),
+                            overlaps};
     return launch_kernel(pack_gradient<Chain>, shape, stream, pack);
   }
 
   // Of all samples.
   cudaError_t launch_strips(const StripWork& strip, cudaStream_t stream) const {
     if (!call_.runs) return cudaSuccess;
-    StripProblem<Chain> problem{call_.work_of(0, call_.samples, nullptr, nullptr), strip};
+    StripProblem<Chain> problem{call_.work_of(0, call_.plan.samples, nullptr, nullptr), strip};
     problem.work.has_pairs = call_.has_pairs(problem.work.grad);
     // With the kernel before, if that is one of ours.
     bool overlaps = card_.overlaps_kernels && (kNeedsStatistics || strip.balance != nullptr);
@@ -91,27 +89,18 @@ class BackwardRun {
     return load_strip_kernel<kMostOutTiles>(card);
   }
 
-  static bool may_pack(const BackwardProblem& problem, const cuda::Card& card) {
-    const int64_t* size = problem.v.size;
-    const int64_t most = card.shared_bytes / int64_t(sizeof(float));
-    return problem.v.dtype == DType::kFloat32 && problem.conv != nullptr && size[1] <= most &&
-           size[3] <= most && Checked(size[2]) * size[3] < INT32_MAX / (kPackItems + 1) &&
-           PackMemory<Chain>::bytes(size[1], pack_pitch(size[3])) <= card.shared_bytes;
-  }
-
   // After the steps of all samples: the gradients of the parameters, each the sum over a channel of all.
   cudaError_t launch_parameters(cudaStream_t stream) const {
     const ParameterGradients gradients = call_.parameters();
     for (const ParameterGradient& gradient : gradients.of) {
       if (gradient.to != nullptr)
-        return launch_parameter_gradients(gradients, call_.samples, call_.channels, stream);
+        return launch_parameter_gradients(gradients, call_.plan.samples, call_.plan.channels, stream);
     }
     return cudaSuccess;
   }
 
   static cudaError_t load_packing(const cuda::Card& card) {
-    return cudaFuncSetAttribute(pack_gradient<Chain>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                card.shared_bytes);
+    return load_kernel(pack_gradient<Chain>, card.shared_bytes);
   }
 
   // The kernels of steps that give a tensor, and those before packed rows.
@@ -161,8 +150,8 @@ class BackwardRun {
   }
 
   cudaError_t launch_means(const BackwardWork<T>& work, bool overlaps, cudaStream_t stream) const {
-    return launch_group_means(work.after_norm, work.samples, call_.channels, call_.pixels,
-                              call_.problem.arguments, work.norms, work.means, overlaps, stream);
+    return launch_group_means(work.after_norm, work.samples, work.channels, work.pixels, work.arguments,
+                              work.norms, work.means, overlaps, stream);
   }
 
   cudaError_t launch_strip_kernel(const StripProblem<Chain>& problem, bool overlaps,
@@ -170,7 +159,7 @@ class BackwardRun {
     const auto launch = [&](auto tiles) {
       constexpr int kTiles = decltype(tiles)::value;
       const LaunchShape shape{dim3(problem.strip.plan.blocks), kStripThreads,
-                              int(sizeof(StripShared<kTiles>)), overlaps};
+                              cuda::strip_shared_bytes(kTiles), overlaps};
       return launch_kernel(strip_kernel<Chain, kTiles>, shape, stream, problem);
     };
     if (problem.strip.plan.out_tiles == kMostOutTiles)
@@ -180,9 +169,8 @@ class BackwardRun {
 
   template <int kTiles>
   static cudaError_t load_strip_kernel(const cuda::Card& card) {
-    if (sizeof(StripShared<kTiles>) > size_t(card.shared_bytes)) return cudaSuccess;
-    return cudaFuncSetAttribute(strip_kernel<Chain, kTiles>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                sizeof(StripShared<kTiles>));
+    constexpr int kBytes = cuda::strip_shared_bytes(kTiles);
+    return kBytes > card.shared_bytes ? cudaSuccess : load_kernel(strip_kernel<Chain, kTiles>, kBytes);
   }
 
   // The reduction's table, and the sums behind the norm.
@@ -194,15 +182,15 @@ class BackwardRun {
     };
     if constexpr (kPools) return launch(max_pool_table<Chain, T>, blocks_of(work.windows));
     if constexpr (kMaySumChannels) {
-      if (call_.sums_channels) {
-        const LaunchShape shape{grid_of(work.samples * work.blocks_per_sample, 1),
-                                channel_sums_threads(call_.channels), 0, overlaps};
+      if (call_.plan.sums_channels) {
+        const LaunchShape shape{grid_of(work.samples * work.blocks.per_sample, 1),
+                                cuda::channel_sums_threads(work.channels), 0, overlaps};
         overlaps = card_.overlaps_kernels;
         return launch_kernel(channel_sums<Chain>, shape, stream, work);
       }
     }
     if constexpr (kReducesChannels) {
-      if (const cudaError_t status = launch(logsumexp_table<Chain, T>, work.samples * work.blocks_per_sample))
+      if (const cudaError_t status = launch(logsumexp_table<Chain, T>, work.samples * work.blocks.per_sample))
         return status;
     }
     if constexpr (kNeedsStatistics) return launch(sums_after_norm<Chain, T>, blocks_of(work.planes));

@@ -17,20 +17,19 @@ inline namespace FUSEDCONV_TARGET {
 using cuda::kFirstStep;
 using cuda::kHalo;
 using cuda::kMostOutTiles;
+using cuda::kMostParts;
+using cuda::kStripInputCols;
+using cuda::kStripInputRows;
 using cuda::kStripPixels;
+using cuda::kSumsPitch;
+using cuda::kSumWarps;
 using cuda::kTilePixels;
 using cuda::kTileWarps;
 using cuda::StripPlan;
 
 constexpr int kTileThreads = kTileWarps * kWarpThreads;
-constexpr int kSumWarps = 4;
 constexpr int kSumThreads = kSumWarps * kWarpThreads;
 constexpr int kStripThreads = kTileThreads + kSumThreads;
-constexpr int kStripInputCols = kStripPixels + kHalo;
-// Of the input, in shared memory: those that sum warps read, one further down tile warps, and the next one.
-constexpr int kStripInputRows = kTaps + 2;
-constexpr int kMostParts = 2;
-constexpr int kSumsPitch = kStripPixels + 4;  // so that lanes meet in no bank
 
 struct StripWork {
   ConvShape shape;
@@ -80,6 +79,9 @@ struct StripShared {
     return chunk ^ (kChunks == 8 ? (pixel / 2 + pixel % 2 * 4) % 8 : pixel / 2 % kChunks);
   }
 };
+
+static_assert(sizeof(StripShared<kMostOutTiles>) == cuda::strip_shared_bytes(kMostOutTiles));
+static_assert(sizeof(StripShared<kMostOutTiles / 2>) == cuda::strip_shared_bytes(kMostOutTiles / 2));
 
 // A segment of a strip.
 struct StripUnit {

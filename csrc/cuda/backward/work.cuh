@@ -4,21 +4,12 @@
 #include "core/chains.h"
 #include "cuda/device/elements.cuh"
 #include "cuda/device/parameter_sums.cuh"
+#include "plan/step_plan.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Rows and columns of a plane and of its windows: so many that a row and a slice together fit into 31 bits.
-struct PoolShape {
-  int cols;
-  int window_rows, window_cols;
-  int pooled_rows, pooled_cols;
-  int lanes;                         // that share a window: a power of two
-  bool has_pairs;                    // windows are 2 or 4 columns of whole pairs, and lanes share none
-  cuda::WideDivisor by_cols;         // pixels of a plane
-  cuda::WideDivisor by_pooled_cols;  // windows of a plane
-  cuda::Divisor by_window_rows, by_window_cols;
-};
+using cuda::PoolShape;
 
 // Of a step's samples. Tables are null where the chain has none.
 template <class T>
@@ -38,14 +29,12 @@ struct BackwardWork {
   GroupMeans<T>* means;  // [samples][groups]
   cuda::WideDivisor by_group_channels;
   PoolShape pool;
-  int* window_place;          // [samples][C][windows]: of the maximum, counted row by row in its window
-  T* window_grad;             // and the gradient that goes there
-  T* window_value;            // Pre(v) there, if a pass of the conv has found it
-  T* most;                    // [samples][pixels]: the gradient at each place x is
-  T* factor;                  // exp(x - most) * factor
-  int lanes;                  // that share a pixel's channels for these two
-  int64_t blocks_per_sample;  // then
-  cuda::WideDivisor by_blocks_per_sample;
+  int* window_place;         // [samples][C][windows]: of the maximum, counted row by row in its window
+  T* window_grad;            // and the gradient that goes there
+  T* window_value;           // Pre(v) there, if a pass of the conv has found it
+  T* most;                   // [samples][pixels]: the gradient at each place x is
+  T* factor;                 // exp(x - most) * factor
+  cuda::PixelBlocks blocks;  // that find these two
   PartialSums after_norm;
   PartialSums of_all;  // that after_norm lacks
 };
@@ -143,6 +132,7 @@ struct alignas(16) SampleChannel {
   Channel<float> channel;
   NormGradient<float> norm;
 };
+static_assert(sizeof(SampleChannel) == cuda::kSampleChannelBytes);
 
 // What comes after the norm reads or makes, summed before the gradient of the norm is known.
 template <class Chain>

@@ -102,10 +102,5 @@ inline NormShape norm_shape(const ConvTiling& t, int groups) {
   return shape;
 }
 
-// A tile's parts: one for each row of the stack and half of the columns.
-__host__ __device__ inline int parts_per_channel(const ConvTiling& t) {
-  return tiles_per_sample(t) * t.stack * cuda::kPartsOfTile;
-}
-
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

@@ -19,6 +19,12 @@ cudaError_t load_kernel(Kernel* kernel) {
   return cudaFuncGetAttributes(&attributes, kernel);
 }
 
+// The same, and lets it use so many bytes of shared memory.
+template <class Kernel>
+cudaError_t load_kernel(Kernel* kernel, int shared_bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+}
+
 // By all threads of a kernel that is launched to overlap, before they read what an earlier kernel wrote, or
 // write what it reads.
 __device__ inline void wait_for_earlier_kernels() {

@@ -30,6 +30,22 @@ struct Halves : Parts<__half, 1> {};
 
 struct BFloat16s : Parts<__nv_bfloat16, 1> {};
 
+// Calls visit with a value of the mode that multiplies a tensor's values, of so many parts each.
+#pragma nv_exec_check_disable
+template <class Visit>
+__host__ __device__ auto visit_mode(DType dtype, int operand_parts, const Visit& visit) {
+  if (dtype == DType::kBFloat16) return visit(BFloat16s{});
+  return operand_parts == SplitHalves::kParts ? visit(SplitHalves{}) : visit(Halves{});
+}
+
+// The same with each mode, until one fails.
+template <class Visit>
+auto visit_modes(const Visit& visit) {
+  if (const auto status = visit(SplitHalves{})) return status;
+  if (const auto status = visit(Halves{})) return status;
+  return visit(BFloat16s{});
+}
+
 // Whether values that become Mode's may be scaled, and whether they are.
 template <class Mode>
 constexpr bool kMayScale = !std::is_same_v<Mode, BFloat16s>;

@@ -2,11 +2,12 @@
 #pragma once
 
 #include "core/target.h"
+#include "plan/card.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kWarpThreads = 32;
+constexpr int kWarpThreads = cuda::kWarp;
 
 __device__ inline int lane_of_thread() { return threadIdx.x % kWarpThreads; }
 

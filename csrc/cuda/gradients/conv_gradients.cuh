@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "core/problem.h"
+#include "cuda/device/workspace.cuh"
 #include "packed_rows.cuh"
 #include "plan/gradient_plan.h"
 
@@ -13,52 +14,56 @@ inline namespace FUSEDCONV_TARGET {
 
 using cuda::ConvShape;
 using cuda::InputGradientPlan;
+using cuda::kSlotValues;
 using cuda::kTaps;
 using cuda::kTileChannels;
 using cuda::WeightGradientPlan;
 
-constexpr int kSlotValues = kTileChannels * kUnitChannels * kTaps * kTaps;  // of a warp's sums
+// What stands before and behind the kernels that sum up the weight's gradient. Takes its memory from the
+// workspace (a null base only counts).
+class WeightSums {
+ public:
+  WeightSums(const BackwardProblem& problem, const ConvShape& shape, const WeightGradientPlan& plan,
+             Workspace& workspace);
 
-// Finds by which powers of two the channels of the output's gradient are multiplied: balance is
-// [out_channels]. Behind a GroupNorm a channel with small weights has large gradients.
-cudaError_t launch_balance(const Tensor& weight, float* balance, cudaStream_t stream);
+  // [out_channels], powers of two that the output's gradient is multiplied by, or null. Behind a GroupNorm a
+  // channel with small weights has large gradients.
+  const float* balance() const { return balance_; }
+  // [slots][out_blocks][in_blocks][windows][channel_warps][kSlotValues], or null where nobody wants it.
+  float* slots() const { return slots_; }
 
-// Adds up the weight's gradient from slots: of each block of channels [plan.slots][out_blocks][in_blocks]
-// [windows][channel_warps][kSlotValues].
-cudaError_t launch_sum_of_slots(const float* slots, const WeightGradientPlan& plan, const ConvShape& shape,
-                                const float* balance, float* grad_weight, cudaStream_t stream);
+  // Before them: finds the balance.
+  cudaError_t launch_before(cudaStream_t stream) const;
+  // After them: adds up the slots.
+  cudaError_t launch_after(cudaStream_t stream) const;
+
+ private:
+  const ConvBackward& conv_;
+  const ConvShape shape_;
+  const WeightGradientPlan plan_;
+  float* balance_ = nullptr;
+  float* slots_ = nullptr;
+};
 
 class ConvGradients {
  public:
-  // Whether the kernels fit into a block's shared memory; of what reason_against_gradients() lets through.
-  static bool may_run(const BackwardProblem& problem, const cuda::Card& card);
-
-  // Steps have so many samples at the most. The workspace is 256-aligned; null if only its bytes are wanted.
-  ConvGradients(const BackwardProblem& problem, int64_t step_samples, void* workspace,
-                const cuda::Card& card);
-
-  size_t workspace_bytes() const { return workspace_bytes_; }
+  ConvGradients(const BackwardProblem& problem, const cuda::ConvGradientsPlan& plan, Workspace& workspace);
 
   // Where the gradient of the conv's output belongs, of a step's samples.
   const PackedRows& grads() const { return grads_; }
 
-  // Of what is kept of a sample, the most of one kind.
-  static int64_t sample_bytes(const BackwardProblem& problem, const cuda::Card& card);
-
-  // Before all steps: sets grads().balance.
-  cudaError_t launch_before_steps(cudaStream_t stream) const;
+  // Before all steps: finds grads().balance.
+  cudaError_t launch_before(cudaStream_t stream) const { return sums_.launch_before(stream); }
   // Queues the input's gradient of `samples` samples from `first` on, and adds what they give to the
   // weight's.
   cudaError_t launch_step(int64_t first, int64_t samples, cudaStream_t stream) const;
-  // After all steps.
-  cudaError_t launch_weight(cudaStream_t stream) const;
+  // After all steps: the weight's.
+  cudaError_t launch_after(cudaStream_t stream) const { return sums_.launch_after(stream); }
 
   // Loads the kernels onto the current device and lets them use all of its shared memory.
   static cudaError_t load(const cuda::Card& card);
 
  private:
-  bool wants_weight() const { return wants_.weight; }
-  bool wants_input() const { return wants_.input; }
   Tensor input_from(int64_t first, int64_t samples) const;
   template <class Mode>
   cudaError_t add_to_weight(const Tensor& input, bool is_first, cudaStream_t stream) const;
@@ -67,14 +72,10 @@ class ConvGradients {
 
   const ConvBackward& conv_;
   const Wanted wants_;
-  const ConvShape shape_;
-  PackedRows grads_{};
-  PackedRows input_{};
-  WeightGradientPlan weight_plan_{};
-  InputGradientPlan input_plan_{};
-  float* balance_ = nullptr;
-  float* slots_ = nullptr;
-  size_t workspace_bytes_ = 0;
+  const cuda::ConvGradientsPlan& plan_;
+  PackedRows grads_;
+  PackedRows input_;
+  const WeightSums sums_;
 };
 
 }  // namespace FUSEDCONV_TARGET

@@ -13,25 +13,11 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 using cuda::kUnitChannels;
+using cuda::PackedRows;
 
 // The last ones before the first row are zeros; those behind the last row may be read, and are anything.
 constexpr int kGuardUnits = 256;
 constexpr int kZeroGuardUnits = 32;
-
-struct PackedRows {
-  uint4* units;          // [samples][rows][chunks][parts][pitch], a unit each; kGuardUnits before and behind
-  int* exponents;        // [samples][rows]: float32 was multiplied by two to this power
-  const float* balance;  // [channels], powers of two by which they were multiplied before; null: by none
-  DType dtype;           // of the values
-  int channels;
-  int chunks;  // of 8 channels, even: zeros are added to the last
-  int parts;
-  int rows, cols;
-  int pitch;  // from cols on zeros: they are also what stands before the next row
-
-  FUSEDCONV_INLINE int64_t row_units() const { return int64_t(chunks) * parts * pitch; }
-  __device__ uint4* row(int64_t index) const { return units + index * row_units(); }
-};
 
 // By all threads of a block: a row of channels in shared memory, [channels][pitch]. row is counted through
 // all samples; largest is the row's largest finite_magnitude, of float32.
@@ -71,13 +57,8 @@ __device__ void pack_row_as(const PackedRows& to, int64_t row, const float* valu
 template <int kThreads>
 __device__ void pack_row(const PackedRows& to, int64_t row, const float* values, int pitch,
                          unsigned largest) {
-  if (to.dtype == DType::kBFloat16) {
-    pack_row_as<BFloat16s, kThreads>(to, row, values, pitch, largest);
-  } else if (to.parts == SplitHalves::kParts) {
-    pack_row_as<SplitHalves, kThreads>(to, row, values, pitch, largest);
-  } else {
-    pack_row_as<Halves, kThreads>(to, row, values, pitch, largest);
-  }
+  visit_mode(to.dtype, to.operand_parts,
+             [&](auto mode) { pack_row_as<decltype(mode), kThreads>(to, row, values, pitch, largest); });
 }
 
 }  // namespace FUSEDCONV_TARGET

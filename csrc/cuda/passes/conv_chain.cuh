@@ -42,7 +42,7 @@ struct ConvChain {
                             cudaStream_t stream) {
     if (element_count(problem.output) == 0) return cudaSuccess;
     const ConvProblem p = conv_problem(problem, plan, workspace).first;
-    return visit_mode(problem,
+    return visit_mode(p.input.dtype, plan.parts,
                       [&](auto mode) { return launch_passes<decltype(mode)>(p, plan, card, stream); });
   }
 

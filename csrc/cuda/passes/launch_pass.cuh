@@ -38,29 +38,6 @@ inline ConvProblem packed_problem(const Problem& problem, const ConvPlan& plan, 
   return p;
 }
 
-// Calls visit with a value of the mode that a problem runs with.
-template <class Visit>
-cudaError_t visit_mode(const Problem& problem, const Visit& visit) {
-  switch (problem.input.dtype) {
-    case DType::kFloat32:
-      return problem.conv->tf32 ? visit(Halves{}) : visit(SplitHalves{});
-    case DType::kBFloat16:
-      return visit(BFloat16s{});
-    case DType::kFloat16:
-      return visit(Halves{});
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
-// The same with each mode, until one fails.
-template <class Visit>
-cudaError_t visit_modes(const Visit& visit) {
-  if (const cudaError_t status = visit(SplitHalves{})) return status;
-  if (const cudaError_t status = visit(Halves{})) return status;
-  return visit(BFloat16s{});
-}
-
 // Persistent blocks, one a multiprocessor.
 template <class Mode, class Pass, bool kIsCooperative = false>
 cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t stream) {
