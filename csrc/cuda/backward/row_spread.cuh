@@ -1,4 +1,4 @@
-// As Spread (spread.cuh), for the places of a row of all channels.
+// As Spread (spread.cuh), for the places of a row of all channels, whose tables come into shared memory.
 #pragma once
 
 #include "pack_work.cuh"
@@ -38,15 +38,22 @@ class RowSpread<Chain, Store> {
   const Elements& grad_;
 };
 
-struct NothingLoaded {};
+// All that it takes is in shared memory.
+struct SpreadFromShared {
+  struct Nothing {};
+  template <int kCount>
+  using Loaded = Nothing;
+
+  template <int kCount>
+  __device__ Nothing load(int64_t) const {
+    return {};
+  }
+};
 
 // The row's values are zeros at first, but for the places of maxima.
 template <class Chain>
-class RowSpread<Chain, MaxPool> {
+class RowSpread<Chain, MaxPool> : public SpreadFromShared {
  public:
-  template <int kCount>
-  using Loaded = NothingLoaded;
-
   __device__ RowSpread(const PackWork& pack, const PackRow& row, const PackMemory<Chain>& memory)
       : pack_(pack), row_(row), values_(memory.values) {}
 
@@ -60,13 +67,8 @@ class RowSpread<Chain, MaxPool> {
   }
 
   template <int kCount>
-  __device__ NothingLoaded load(int64_t) const {
-    return {};
-  }
-
-  template <int kCount>
-  __device__ Pack<float, kCount> gradients(const NothingLoaded&, const float* at, int,
-                                           const Pack<float, kCount>&, const Channel<float>&) const {
+  __device__ Pack<float, kCount> gradients(const Nothing&, const float* at, int, const Pack<float, kCount>&,
+                                           const Channel<float>&) const {
     return load_pack<kCount>(at);
   }
 
@@ -107,11 +109,8 @@ class RowSpread<Chain, MaxPool> {
 };
 
 template <class Chain>
-class RowSpread<Chain, ChannelLogSumExp> {
+class RowSpread<Chain, ChannelLogSumExp> : public SpreadFromShared {
  public:
-  template <int kCount>
-  using Loaded = NothingLoaded;
-
   __device__ RowSpread(const PackWork& pack, const PackRow& row, const PackMemory<Chain>& memory)
       : pack_(pack), row_(row), most_(memory.of_pixels), factor_(most_ + pack.shape.pitch) {}
 
@@ -124,12 +123,7 @@ class RowSpread<Chain, ChannelLogSumExp> {
   }
 
   template <int kCount>
-  __device__ NothingLoaded load(int64_t) const {
-    return {};
-  }
-
-  template <int kCount>
-  __device__ Pack<float, kCount> gradients(const NothingLoaded&, const float*, int col,
+  __device__ Pack<float, kCount> gradients(const Nothing&, const float*, int col,
                                            const Pack<float, kCount>& v,
                                            const Channel<float>& channel) const {
     const Pack<float, kCount> most = load_pack<kCount>(most_ + col);

@@ -58,8 +58,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     strip_kernel(const __grid_constant__ StripProblem<Chain> problem) {
   extern __shared__ __align__(128) uint8_t strip_memory[];
   auto& shared = *reinterpret_cast<StripShared<kOutTiles>*>(strip_memory);
-  let_next_kernel_start();
-  wait_for_earlier_kernels();
+  start_overlapping();
   StripWeights<kOutTiles>(problem.strip, shared).load();
   __syncthreads();
   if (threadIdx.x < kTileThreads) {

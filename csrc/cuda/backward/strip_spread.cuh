@@ -15,14 +15,22 @@ struct TilePlace {
   bool exists[2];  // in a row that does
 };
 
+struct StripSpreadBase {
+  const BackwardWork<float>& work_;
+  const ConvShape& shape_;
+  const TilePlace& place_;
+
+  __device__ StripSpreadBase(const BackwardWork<float>& work, const ConvShape& shape, const TilePlace& place)
+      : work_(work), shape_(shape), place_(place) {}
+};
+
 template <class Chain, int kChunks, class Reduce = typename Chain::Reduce>
 class StripSpread;
 
 template <class Chain, int kChunks>
-class StripSpread<Chain, kChunks, Store> {
+class StripSpread<Chain, kChunks, Store> : StripSpreadBase {
  public:
-  __device__ StripSpread(const BackwardWork<float>& work, const ConvShape& shape, const TilePlace& place)
-      : work_(work), shape_(shape), place_(place) {}
+  using StripSpreadBase::StripSpreadBase;
 
   // Of places that do not exist, others: without a condition, all loads are under way at once.
   __device__ void load(int row) {
@@ -80,19 +88,15 @@ class StripSpread<Chain, kChunks, Store> {
     }
   }
 
-  const BackwardWork<float>& work_;
-  const ConvShape& shape_;
-  const TilePlace& place_;
   GradientPair pair_[kChunks][2];
 };
 
 // A lane has some of a pixel's channels, three neighbours the others. The softmax is found here, of the very
 // v that the gradient is taken at: where one channel is far above the others, its share has to be one.
 template <class Chain, int kChunks>
-class StripSpread<Chain, kChunks, ChannelLogSumExp> {
+class StripSpread<Chain, kChunks, ChannelLogSumExp> : StripSpreadBase {
  public:
-  __device__ StripSpread(const BackwardWork<float>& work, const ConvShape& shape, const TilePlace& place)
-      : work_(work), shape_(shape), place_(place) {}
+  using StripSpreadBase::StripSpreadBase;
 
   __device__ void load(int row) {
     const int64_t first = place_.sample * work_.pixels + int64_t(row) * shape_.out_size[1] + place_.col;
@@ -164,9 +168,6 @@ class StripSpread<Chain, kChunks, ChannelLogSumExp> {
     return place_.exists[i] ? softmax_factor<Chain>(grad, most, sum, work_.arguments) : 0.0f;
   }
 
-  const BackwardWork<float>& work_;
-  const ConvShape& shape_;
-  const TilePlace& place_;
   RawPack<float, 1> raw_[2];
   float share_[kChunks][2][2];  // of a pixel's sum
   float factor_[2];
@@ -174,12 +175,10 @@ class StripSpread<Chain, kChunks, ChannelLogSumExp> {
 
 // Where windows are of whole pairs, a lane's two pixels share one, which is loaded ahead.
 template <class Chain, int kChunks>
-class StripSpread<Chain, kChunks, MaxPool> {
+class StripSpread<Chain, kChunks, MaxPool> : StripSpreadBase {
  public:
   __device__ StripSpread(const BackwardWork<float>& work, const ConvShape& shape, const TilePlace& place)
-      : work_(work),
-        shape_(shape),
-        place_(place),
+      : StripSpreadBase(work, shape, place),
         are_shared_(work.pool.window_cols % 2 == 0),
         windows_(uint32_t(work.windows.of.values)) {}
 
@@ -223,9 +222,6 @@ class StripSpread<Chain, kChunks, MaxPool> {
     return window_gradient(work_, at);
   }
 
-  const BackwardWork<float>& work_;
-  const ConvShape& shape_;
-  const TilePlace& place_;
   const bool are_shared_;
   const uint32_t windows_;  // of a plane
   int64_t window_[2];       // of the first channel

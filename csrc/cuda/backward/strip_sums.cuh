@@ -57,7 +57,8 @@ class StripInput {
     const int place = row % kStripInputRows;
     if (sum_thread() == 0) shared_.input_exponents[place] = exponent;
     constexpr unsigned kMostBits = (127u + 96) << 23;  // beyond, v times the weights' scale may be infinite
-    const bool is_right = largest.y < kMostBits && !(shared_.weights_are_wide && loses_digits(row, exponent));
+    const bool is_right =
+        largest.y < kMostBits && !(shared_.weights_are_wide && row_loses_digits(row, exponent));
     if (lane_of_thread() == 0) (&shared_.input_is_right[place].x)[sum_warp()] = is_right;
     const float scale = power_of_two(exponent);
     for_each_unit([&](int k, int col) {
@@ -86,17 +87,14 @@ class StripInput {
   }
 
   // Whether some channel of the output does, of those that a warp looks at. exponent: of the row's scale.
-  __device__ bool loses_digits(int row, int exponent) const {
+  __device__ bool row_loses_digits(int row, int exponent) const {
     bool loses = false;
-    for (int channel = sum_thread(); channel < Shared::kChannels; channel += kSumThreads) {
-      ProductDigits digits;
-      for (int c = 0; c < kUnitChannels; ++c) {
-        const unsigned (&of_warps)[kSumWarps] = shared_.input_magnitudes[row & 1][c];
-        digits.add(max(max(of_warps[0], of_warps[1]), max(of_warps[2], of_warps[3])),
-                   shared_.shares[channel][c]);
-      }
-      loses |= digits.are_lost(exponent);
-    }
+    const auto magnitude_at = [&](int c) {
+      const unsigned (&of_warps)[kSumWarps] = shared_.input_magnitudes[row & 1][c];
+      return max(max(of_warps[0], of_warps[1]), max(of_warps[2], of_warps[3]));
+    };
+    for (int channel = sum_thread(); channel < Shared::kChannels; channel += kSumThreads)
+      loses |= loses_digits<kUnitChannels>(kUnitChannels, magnitude_at, shared_.shares[channel], exponent);
     return __any_sync(~0u, loses);
   }
 

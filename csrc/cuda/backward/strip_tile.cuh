@@ -88,7 +88,7 @@ class StripTile {
     if constexpr (kHasChannels<Chain>) {
       for (int c = threadIdx.x; c < work_.channels; c += kTileThreads)
         shared_.channels[c] = {channel_of_thread<Chain>(work_, unit.sample, c),
-                               whole_norm_gradient_of<Chain>(work_, unit.sample, c)};
+                               norm_gradient_of<Chain>(work_, unit.sample, c, true)};
     }
   }
 

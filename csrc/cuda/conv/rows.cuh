@@ -102,11 +102,8 @@ __device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, cons
   // No loop is unrolled: what is rare must not take registers and instruction cache from what is not.
 #pragma unroll 1
   for (int k = 0; k < 2; ++k) {
-    const int* share = p.shares + int64_t(rows.row_block * kRows + row_of_thread() + 8 * k) * channels;
-    ProductDigits digits;
-#pragma unroll 1
-    for (int c = 0; c < channels; ++c) digits.add(magnitude[c], share[c]);
-    loses |= digits.are_lost(exponent);
+    const int* shares = p.shares + int64_t(rows.row_block * kRows + row_of_thread() + 8 * k) * channels;
+    loses |= loses_digits<1>(channels, [=](int c) { return magnitude[c]; }, shares, exponent);
   }
   return loses;
 }

@@ -115,24 +115,21 @@ __device__ inline int share_of(unsigned magnitude, unsigned most) {
 
 __device__ inline bool is_wide(int share) { return share != kNoShare && share < -kExactBits; }
 
-// Finds whether the largest products of a channel of the output are much smaller than the largest of all
-// pixels that have one scale times the channel's largest weight, so that this scale would cost their pixels
-// digits. That takes weights of very different size between channels, which is rare, and pixels to match.
-class ProductDigits {
- public:
-  // pixels: the magnitude of a channel of the input. share: of its weights.
-  __device__ void add(unsigned pixels, int share) {
-    if (pixels != 0 && share != kNoShare) largest_ = max(largest_, exponent_of(pixels) + share);
+// Whether the largest products of a channel of the output are much smaller than the largest of all pixels
+// that have one scale times the channel's largest weight, so that this scale would cost their pixels digits.
+// That takes weights of very different size between channels, which is rare, and pixels to match.
+// magnitude_at(c): of the pixels' channel c. shares: of its weights. exponent: of the pixels' scale.
+template <int kUnroll, class MagnitudeAt>
+__device__ bool loses_digits(int channels, const MagnitudeAt& magnitude_at, const int* shares, int exponent) {
+  int largest = kNoShare;  // of the products, as exponents
+#pragma unroll kUnroll
+  for (int c = 0; c < channels; ++c) {
+    const unsigned pixels = magnitude_at(c);
+    const int share = shares[c];
+    if (pixels != 0 && share != kNoShare) largest = max(largest, exponent_of(pixels) + share);
   }
-
-  // exponent: of the pixels' scale.
-  __device__ bool are_lost(int exponent) const {
-    return largest_ != kNoShare && largest_ + exponent < kScaledExponent - kExactBits;
-  }
-
- private:
-  int largest_ = kNoShare;  // of the products, as exponents
-};
+  return largest != kNoShare && largest + exponent < kScaledExponent - kExactBits;
+}
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv
