@@ -5,7 +5,6 @@ namespace fusedconv {
 namespace cuda {
 
 constexpr int kLineBytes = 128;  // of memory
-constexpr int kWarp = 32;        // threads
 
 // By which instructions our conv multiplies: mma.sync, or wgmma; or there is none.
 enum class ConvSource { kNone, kSm80, kSm90a };

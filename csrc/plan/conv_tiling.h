@@ -37,7 +37,8 @@ constexpr int kUnitElements = 8;
 constexpr int kUnitBytes = 16;
 constexpr int kRows = 64;  // of one product
 constexpr int kMostTapRows = 16;
-constexpr int kGroups = 2;             // of threads, that take turns at tiles
+constexpr int kGroups = 2;  // of threads, that take turns at tiles
+constexpr int kGroupWarps = 8;
 constexpr int kPartsOfTile = 2;        // of the statistics, for each row of the stack: halves of the columns
 constexpr int kMostStages = 2;         // of a group
 constexpr int kPackWarps = 8;          // of a block of threads that packs a panel
@@ -120,15 +121,41 @@ FUSEDCONV_DEVICE inline int tiles_per_sample(const ConvTiling& t) {
   return t.bands * t.tiles_across * t.sub_tiles;
 }
 
-// Of one block of rows: parts that have moments or sums of their own, for each row of the stack and half of
-// the columns.
+// A tile's parts: one for each row of the stack and half of the columns.
 FUSEDCONV_DEVICE inline int parts_per_channel(const ConvTiling& t) {
   return tiles_per_sample(t) * t.stack * kPartsOfTile;
+}
+
+// Panels: [N][panels_down][tiles_across].
+FUSEDCONV_DEVICE inline int panels_per_sample(const ConvTiling& t) { return t.panels_down * t.tiles_across; }
+
+// Units of a chunk of a panel in one part.
+FUSEDCONV_DEVICE inline int64_t chunk_units(const ConvTiling& t) {
+  return int64_t(t.blocks_per_chunk) * t.panel_units;
 }
 
 // Where the row of the input that is `offset` below a tile's first row stands in shared memory.
 FUSEDCONV_DEVICE inline int row_slot(const ConvTiling& t, int offset) {
   return offset % t.stack * t.phase_rows + offset / t.stack;
+}
+
+// How statistics of samples that stay in shared memory are shared out: each warp has some of the norm's
+// groups, on some lanes each.
+struct NormShape {
+  double share;  // 1 / the values of a group
+  int tiles;     // of a sample
+  int groups;    // of the norm
+  int channels;  // of a group
+  int lanes;     // a power of two
+};
+
+inline NormShape norm_shape(const ConvTiling& t, int groups) {
+  constexpr int kWarpLanes = 32;
+  NormShape shape{0, tiles_per_sample(t), groups, t.out_channels / groups, kWarpLanes};
+  shape.share = 1.0 / (double(shape.channels) * t.out_size[0] * t.out_size[1]);
+  const int groups_per_warp = (groups + kGroupWarps - 1) / kGroupWarps;
+  while (shape.lanes * groups_per_warp > kWarpLanes) shape.lanes /= 2;
+  return shape;
 }
 
 }  // namespace cuda

@@ -68,6 +68,7 @@ struct GivenPlan {
   int64_t shared_bytes;
 };
 
+constexpr int kWarp = 32;
 constexpr int kMostThreads = 512;
 constexpr int kParameterKinds = 5;    // that a channel has
 constexpr int kMostWideChannels = 4;  // of a load: a thread has the parameters of each in registers

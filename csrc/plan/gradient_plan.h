@@ -17,6 +17,7 @@ struct uint4;  // CUDA's, of 16 bytes
 namespace fusedconv {
 namespace cuda {
 
+constexpr int kLanes = 32;          // of a warp
 constexpr int kTaps = 3;            // of a window, down and across
 constexpr int kUnitChannels = 8;    // of a pixel, that stand together: a unit
 constexpr int kChannelsBytes = 16;  // of a unit
@@ -30,7 +31,7 @@ inline int count_of_pieces(int size, int of_piece, int shared) {
   return size <= of_piece ? 1 : 1 + count_of_pieces(size - of_piece, of_piece - shared);
 }
 
-inline int parts_of(const ConvBackward& conv) { return operand_parts(conv.input.dtype, conv.conv); }
+inline int operand_parts(const ConvBackward& conv) { return operand_parts(conv.input.dtype, conv.conv); }
 
 // Of 8 channels, even: zeros are added to the last.
 inline int chunks_of(int channels) { return count_of_pieces(channels, 2 * kUnitChannels) * 2; }
@@ -127,7 +128,7 @@ inline PackedRows packed_map(const ConvBackward& conv, int channels, const int (
   map.dtype = conv.input.dtype;
   map.channels = channels;
   map.chunks = chunks_of(channels);
-  map.operand_parts = parts_of(conv);
+  map.operand_parts = operand_parts(conv);
   map.rows = size[0];
   map.cols = size[1];
   map.pitch = std::max(least_pitch, size[1] + margin);
@@ -281,7 +282,7 @@ struct ConvGradientsPlan {
 inline ConvGradientsPlan plan_conv_gradients(const BackwardProblem& problem, int64_t step_samples,
                                              const Card& card) {
   const ConvBackward& conv = *problem.conv;
-  const int parts = parts_of(conv);
+  const int parts = operand_parts(conv);
   ConvGradientsPlan plan{conv_shape(problem), step_samples};
   const ConvShape& shape = plan.shape;
   plan.weight = plan_weight_gradient(shape, parts, step_samples, card);
@@ -306,7 +307,7 @@ constexpr int kSumWarps = 4;
 constexpr int kStripInputCols = kStripPixels + kHalo;
 // Of the input, in shared memory: those that sum warps read, one further down tile warps, and the next one.
 constexpr int kStripInputRows = kTaps + 2;
-constexpr int kMostParts = 2;                 // of a value, for the tensor cores
+constexpr int kMostOperandParts = 2;          // of a value, for the tensor cores
 constexpr int kSumsPitch = kStripPixels + 4;  // so that lanes meet in no bank
 // The steps of a walk: before the first row come some that only bring rows in.
 constexpr int kFirstStep = -kTaps - 1;
@@ -338,13 +339,13 @@ inline int out_tiles_for(int channels) {
 
 // As StripShared (cuda/backward/strip_work.cuh) has them.
 constexpr int strip_shared_bytes(int out_tiles) {
-  constexpr int kInput = kStripInputRows * kMostParts * kStripInputCols * kChannelsBytes;
+  constexpr int kInput = kStripInputRows * kMostOperandParts * kStripInputCols * kChannelsBytes;
   constexpr int kSums = 2 * kTaps * kUnitChannels * kSumsPitch * 4;
   constexpr int kFacts = 512;  // of rows and of the weight, and what alignment leaves empty
   // Of 16 channels.
-  constexpr int kGrads = 2 * kMostParts * kStripPixels * 2 * kChannelsBytes;
-  constexpr int kConvWeights = kTaps * 2 * kWarp * (16 + 8);
-  constexpr int kGradientWeights = kTaps * kTaps * kWarp * 16;
+  constexpr int kGrads = 2 * kMostOperandParts * kStripPixels * 2 * kChannelsBytes;
+  constexpr int kConvWeights = kTaps * 2 * kLanes * (16 + 8);
+  constexpr int kGradientWeights = kTaps * kTaps * kLanes * 16;
   constexpr int kChannels = kTileChannels * (48 + 8 + 4 + 4 * kUnitChannels);
   return kInput + kSums + kFacts + out_tiles * (kGrads + kConvWeights + kGradientWeights + kChannels);
 }
@@ -354,7 +355,7 @@ inline bool fits_strips(const ConvShape& shape, int64_t samples, const Card& car
   if (strip_shared_bytes(out_tiles_for(shape.out_channels)) > card.shared_bytes) return false;
   if (shape.in_channels > kUnitChannels || shape.out_channels > kMostOutTiles * kTileChannels) return false;
   if (shape.kernel[0] != kTaps || shape.kernel[1] != kTaps) return false;
-  // Offsets within a sample, and units, are counted in 31 bits.
+  // Offsets within a sample, and segments, are counted in 31 bits.
   const auto values = [](int channels, const int (&size)[2]) {
     return Checked(channels) * size[0] * size[1];
   };
@@ -377,13 +378,13 @@ inline StripPlan cut_strips(const ConvShape& shape, int64_t samples, const Card&
   for (int segments = 1; segments <= kMostSegments; ++segments) {
     const int rows = (shape.out_size[0] + (segments - 1) * kHalo + segments - 1) / segments;
     if (segments > 1 && rows < kLeastRows) break;
-    const int64_t units = samples * best.strips * count_of_pieces(shape.out_size[0], rows, kHalo);
-    const int64_t time = divide_up(units, card.multiprocessors) * (rows - kFirstStep);
+    const int64_t all = samples * best.strips * count_of_pieces(shape.out_size[0], rows, kHalo);
+    const int64_t time = divide_up(all, card.multiprocessors) * (rows - kFirstStep);
     if (segments > 1 && time >= least) continue;
     least = time;
     best.segment_rows = rows;
     best.segments = count_of_pieces(shape.out_size[0], rows, kHalo);
-    best.blocks = int(std::min<int64_t>(units, card.multiprocessors));
+    best.blocks = int(std::min<int64_t>(all, card.multiprocessors));
   }
   return best;
 }

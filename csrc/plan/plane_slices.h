@@ -1,11 +1,10 @@
-// Planes cut into slices, of which teams of threads next to each other have one each. All of it follows from
-// the size of a plane.
+// Planes cut into slices: teams of threads next to each other have one each. All of it follows from the size
+// of a plane.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "card.h"
 #include "divisor.h"
 #include "sizes.h"
 
@@ -25,11 +24,12 @@ struct PlaneSlices {
 
 // Of so many values a thread, or fewer; or of so many lanes a value.
 inline PlaneSlices slice_planes(int64_t values, int64_t thread_values = kThreadValues, int lanes = 1) {
+  constexpr int kLeastTeam = 32;
   const int64_t most = kPlaneThreads / lanes * thread_values;
   const int64_t least = std::max<int64_t>(divide_up(values, most), 1);
   const int64_t of_slice = std::max<int64_t>(round_up(divide_up(values, least), kMostWidth), kMostWidth);
   const int64_t threads = divide_up(of_slice, thread_values) * lanes;
-  const int team = std::max(power_of_two_from(threads, kPlaneThreads), kWarp);
+  const int team = std::max(power_of_two_from(threads, kPlaneThreads), kLeastTeam);
   return {values, std::max<int64_t>(divide_up(values, of_slice), 1), int(of_slice), team};
 }
 

@@ -108,8 +108,8 @@ class StripBackwardRun {
     work.balance = weight_.balance();
     work.grad_input = {conv.grad_input.data, conv.grad_input.dtype};
     work.slots = weight_.slots();
-    work.parts = cuda::parts_of(conv);
-    work.units = int(problem_.v.size[0] * plan_.strips.strips * plan_.strips.segments);
+    work.operand_parts = cuda::operand_parts(conv);
+    work.segments = int(problem_.v.size[0] * plan_.strips.strips * plan_.strips.segments);
     return work;
   }
 

@@ -35,8 +35,8 @@ class StripConv {
                lane_of_thread() / 8 % 2),
         lane_half_(lane_of_thread() / 16) {}
 
-  __device__ void compute(const StripUnit& unit, int row, TileValues<kChunks>& v) const {
-    if (is_plain(row)) return compute_plain(unit, row, v);
+  __device__ void compute(const StripSegment& segment, int row, TileValues<kChunks>& v) const {
+    if (is_plain(row)) return compute_plain(segment, row, v);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
@@ -56,7 +56,7 @@ class StripConv {
   // Each row of the input has a scale of its own.
   __device__ void add_row(int row, int down, TileValues<kChunks>& v) const {
     const int place = (row + down) % kStripInputRows;
-    const bool is_exact = work_.parts == kMostParts;
+    const bool is_exact = work_.operand_parts == kMostOperandParts;
     // Two taps across of the high parts and of the low ones, and the third tap of both.
     uint32_t high[4], low[4], tail[4];
     load_matrices(high, shared_address(&shared_.input[place][0][first_ + lane_half_]));
@@ -106,13 +106,13 @@ class StripConv {
   }
 
   // Where infinities and NaN must mean what they mean in PyTorch, or one scale would cost digits.
-  __device__ void compute_plain(const StripUnit& unit, int row, TileValues<kChunks>& v) const {
+  __device__ void compute_plain(const StripSegment& segment, int row, TileValues<kChunks>& v) const {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        v[c][i] = plain_value(work_, unit.sample, tile_channel(c) + i % 2, unit.row + row,
-                              unit.col + tile_pixel() + i / 2);
+        v[c][i] = plain_value(work_, segment.sample, tile_channel(c) + i % 2, segment.row + row,
+                              segment.col + tile_pixel() + i / 2);
     }
   }
 

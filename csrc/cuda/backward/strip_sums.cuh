@@ -19,12 +19,12 @@ class StripInput {
  public:
   __device__ StripInput(const StripWork& work, Shared& shared) : work_(work), shared_(shared) {}
 
-  __device__ void load(const StripUnit& unit, int row) {
+  __device__ void load(const StripSegment& segment, int row) {
     for_each_unit([&](int k, int col) {
       if (work_.input.dtype == DType::kFloat32) {
-        load_words<uint32_t>(unit, row, col, word_[k]);
+        load_words<uint32_t>(segment, row, col, word_[k]);
       } else {
-        load_words<uint16_t>(unit, row, col, word_[k]);
+        load_words<uint16_t>(segment, row, col, word_[k]);
       }
     });
   }
@@ -65,11 +65,11 @@ class StripInput {
       float x[kUnitChannels];
 #pragma unroll
       for (int c = 0; c < kUnitChannels; ++c) x[c] = __uint_as_float(word_[k][c]) * scale;
-      PackedUnit<kUnitChannels> parts[kMostParts];
+      PackedUnit<kUnitChannels> parts[kMostOperandParts];
       pack_unit<SplitHalves>(x, parts);
 #pragma unroll
-      for (int p = 0; p < kMostParts; ++p)
-        if (p < work_.parts) shared_.input[place][p][col] = words_of(parts[p]);
+      for (int p = 0; p < kMostOperandParts; ++p)
+        if (p < work_.operand_parts) shared_.input[place][p][col] = words_of(parts[p]);
     });
   }
 
@@ -107,14 +107,15 @@ class StripInput {
   }
 
   template <class Word>
-  __device__ void load_words(const StripUnit& unit, int row, int col, uint32_t (&word)[kUnitChannels]) const {
+  __device__ void load_words(const StripSegment& segment, int row, int col,
+                             uint32_t (&word)[kUnitChannels]) const {
     const ConvShape& shape = work_.shape;
-    const int y = unit.row + row - shape.padding[0];
-    const int x = unit.col + col - shape.padding[1];
+    const int y = segment.row + row - shape.padding[0];
+    const int x = segment.col + col - shape.padding[1];
     const bool exists = y >= 0 && y < shape.in_size[0] && x >= 0 && x < shape.in_size[1];
     const int64_t* stride = work_.input.stride;
-    const Word* from =
-        static_cast<const Word*>(work_.input.data) + unit.sample * stride[0] + y * stride[2] + x * stride[3];
+    const Word* from = static_cast<const Word*>(work_.input.data) + segment.sample * stride[0] +
+                       y * stride[2] + x * stride[3];
 #pragma unroll
     for (int c = 0; c < kUnitChannels; ++c, from += stride[1]) {
       word[c] = 0;
@@ -169,9 +170,9 @@ class StripWeightGradient {
     }
   }
 
-  // Adds a unit's sums to the block's, which the first one writes: the fewer are added up at once, the less
-  // is rounded off.
-  __device__ void end_unit() {
+  // Adds a segment's sums to the block's, which the first one writes: the fewer are added up at once, the
+  // less is rounded off.
+  __device__ void end_segment() {
     const int slot = blockIdx.x * kShares + share_;
     float* const to = work_.slots + (slot * kOutTiles + out_tile_) * kSlotValues;
     store_slot(to, sums_, !is_first_);
@@ -184,15 +185,15 @@ class StripWeightGradient {
 
  private:
   __device__ void multiply(int row, int tile, float (&d)[kTaps][kTaps][4]) const {
-    const bool is_exact = work_.parts == kMostParts;
+    const bool is_exact = work_.operand_parts == kMostOperandParts;
     // Channels 0 to 7 and 8 to 15 of the first pixels, then of the next.
     const int grad_pixel = tile * kTilePixels + lane_of_thread() / 16 * 8 + lane_of_thread() % 8;
     const int grad_place = Shared::chunk_place(out_tile_ * 2 + lane_of_thread() / 8 % 2, grad_pixel);
     const int pixel = tile * kTilePixels + lane_of_thread() / 8 % 2 * 8 + lane_of_thread() % 8;
-    uint32_t a[kMostParts][4];
+    uint32_t a[kMostOperandParts][4];
     uint32_t b[kTaps][kTaps][4];  // the first parts' words, then the second ones'
 #pragma unroll
-    for (int part = 0; part < kMostParts; ++part)
+    for (int part = 0; part < kMostOperandParts; ++part)
       load_transposed(a[part], shared_address(&shared_.grads[row % 2][part][grad_pixel][grad_place]));
     for_each_tap([&](int down, int across) {
       const int place = (row + down) % kStripInputRows;
@@ -216,15 +217,15 @@ class StripWeightGradient {
 // Stores the row of the input's gradient that tile warps have completed.
 template <class Element, int kOutTiles>
 __device__ void store_input_row(const StripWork& work, const StripShared<kOutTiles>& shared,
-                                const StripUnit& unit, int row) {
+                                const StripSegment& segment, int row) {
   const ConvShape& shape = work.shape;
-  const int y = unit.row + row - shape.padding[0];
-  if (row < unit.own_row || y < 0 || y >= shape.in_size[0]) return;
+  const int y = segment.row + row - shape.padding[0];
+  if (row < segment.own_row || y < 0 || y >= shape.in_size[0]) return;
   const int64_t map = int64_t(shape.in_size[0]) * shape.in_size[1];
-  for (int col = unit.own_col + sum_thread(); col < unit.last_col; col += kSumThreads) {
-    const int x = unit.col + col - shape.padding[1];
+  for (int col = segment.own_col + sum_thread(); col < segment.last_col; col += kSumThreads) {
+    const int x = segment.col + col - shape.padding[1];
     if (x < 0 || x >= shape.in_size[1]) continue;
-    int64_t to = unit.sample * shape.in_channels * map + int64_t(y) * shape.in_size[1] + x;
+    int64_t to = segment.sample * shape.in_channels * map + int64_t(y) * shape.in_size[1] + x;
 #pragma unroll
     for (int c = 0; c < kUnitChannels; ++c, to += map) {
       if (c >= shape.in_channels) break;
@@ -241,14 +242,14 @@ __device__ void store_input_row(const StripWork& work, const StripShared<kOutTil
 
 template <int kOutTiles>
 __device__ void store_input_row(const StripWork& work, const StripShared<kOutTiles>& shared,
-                                const StripUnit& unit, int row) {
+                                const StripSegment& segment, int row) {
   switch (work.grad_input.dtype) {
     case DType::kBFloat16:
-      return store_input_row<__nv_bfloat16>(work, shared, unit, row);
+      return store_input_row<__nv_bfloat16>(work, shared, segment, row);
     case DType::kFloat16:
-      return store_input_row<__half>(work, shared, unit, row);
+      return store_input_row<__half>(work, shared, segment, row);
     default:
-      return store_input_row<float>(work, shared, unit, row);
+      return store_input_row<float>(work, shared, segment, row);
   }
 }
 

@@ -6,8 +6,8 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// Sums of a lane's channels over the pixels of a unit. Lanes with the same lane % 4 share channels: each gets
-// a few of them.
+// Sums of a lane's channels over the pixels of a segment. Lanes with the same lane % 4 share channels: each
+// gets a few of them.
 template <int kChunks, unsigned kKinds>
 class TileSums {
   static constexpr int kValues = 2 * kChunks;  // a lane's channels
@@ -36,7 +36,7 @@ class TileSums {
     }
   }
 
-  __device__ void write(const BackwardWork<float>& work, const PartialSums& to, const StripUnit& unit) {
+  __device__ void write(const BackwardWork<float>& work, const PartialSums& to, const StripSegment& segment) {
     const int lane = lane_of_thread();
     const int first = (lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2) * kKept;
 #pragma unroll
@@ -46,7 +46,7 @@ class TileSums {
       for (int k = 0; k < kKept; ++k) {
         const int c = tile_channel((first + k) / 2) + (first + k) % 2;
         if (c < work.channels)
-          to.of[kind][(unit.sample * work.channels + c) * to.slices + unit.slice * kTileWarps +
+          to.of[kind][(segment.sample * work.channels + c) * to.slices + segment.slice * kTileWarps +
                       threadIdx.x / kWarpThreads] = total_[kind][k];
         total_[kind][k] = 0;
       }
@@ -70,7 +70,7 @@ class TileSums {
   double total_[kGradientKinds][kKept]{};
 };
 
-// A warp's tile in the rows of a unit: the gradient of v, and from it the input's.
+// A warp's tile in the rows of a segment: the gradient of v, and from it the input's.
 template <class Chain, int kOutTiles>
 class StripTile {
   using Shared = StripShared<kOutTiles>;
@@ -82,24 +82,24 @@ class StripTile {
       : work_(problem.work), strip_(problem.strip), shared_(shared), conv_(problem.strip, shared) {}
 
   // By all tile warps, before the barrier of the first step.
-  __device__ void start(const StripUnit& unit) {
-    const int col = unit.col + tile_pixel();
-    place_ = {unit.sample, col, {col < strip_.shape.out_size[1], col + 1 < strip_.shape.out_size[1]}};
+  __device__ void start(const StripSegment& segment) {
+    const int col = segment.col + tile_pixel();
+    place_ = {segment.sample, col, {col < strip_.shape.out_size[1], col + 1 < strip_.shape.out_size[1]}};
     if constexpr (kHasChannels<Chain>) {
       for (int c = threadIdx.x; c < work_.channels; c += kTileThreads)
-        shared_.channels[c] = {channel_of_thread<Chain>(work_, unit.sample, c),
-                               norm_gradient_of<Chain>(work_, unit.sample, c, true)};
+        shared_.channels[c] = {channel_of_thread<Chain>(work_, segment.sample, c),
+                               norm_gradient_of<Chain>(work_, segment.sample, c, true)};
     }
   }
 
-  __device__ void step(const StripUnit& unit, int row) {
-    if (row < 0 || row >= unit.last_row) return;
-    if (row < unit.rows) add_row(unit, row);
+  __device__ void step(const StripSegment& segment, int row) {
+    if (row < 0 || row >= segment.last_row) return;
+    if (row < segment.rows) add_row(segment, row);
     complete_row(row);
   }
 
-  __device__ void end(const StripUnit& unit) {
-    sums_.write(work_, work_.of_all, unit);
+  __device__ void end(const StripSegment& segment) {
+    sums_.write(work_, work_.of_all, segment);
     for_each_tap([this](int down, int across) {
 #pragma unroll
       for (float& x : input_[down][across]) x = 0;
@@ -112,27 +112,27 @@ class StripTile {
     return {};
   }
 
-  // Whether a pixel's sums count in this unit.
-  __device__ bool owns(const StripUnit& unit, int row, int pixel) const {
-    return place_.exists[pixel] && row >= unit.own_row && tile_pixel() + pixel >= unit.own_col;
+  // Whether a pixel's sums count in this segment.
+  __device__ bool owns(const StripSegment& segment, int row, int pixel) const {
+    return place_.exists[pixel] && row >= segment.own_row && tile_pixel() + pixel >= segment.own_col;
   }
 
   // A chunk's halves: of pixel i, [i], two channels a word.
   using Words = uint32_t[kChunks][2];
 
-  __device__ void add_row(const StripUnit& unit, int row) {
+  __device__ void add_row(const StripSegment& segment, int row) {
     StripSpread<Chain, kChunks> spread(work_, strip_.shape, place_);
-    spread.load(unit.row + row);
+    spread.load(segment.row + row);
     TileValues<kChunks> v;
-    conv_.compute(unit, row, v);
+    conv_.compute(segment, row, v);
     spread.settle(v, [this](int c) { return channel_at(c); });
     typename TileSums<kChunks, kKinds>::Row sums;
     float largest = 0;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const float2 balance = *reinterpret_cast<const float2*>(&shared_.balance[tile_channel(c)]);
-      make_gradient(unit, row, c, 0, balance.x, spread, v[c], sums);
-      make_gradient(unit, row, c, 1, balance.y, spread, v[c], sums);
+      make_gradient(segment, row, c, 0, balance.x, spread, v[c], sums);
+      make_gradient(segment, row, c, 1, balance.y, spread, v[c], sums);
 #pragma unroll
       for (float x : v[c]) largest = fmaxf(largest, fabsf(x));  // NaN has no say
     }
@@ -142,12 +142,12 @@ class StripTile {
     const int exponent = scale_exponent(of_warp);
     Words high, low;
     split(v, power_of_two(exponent), high, low);
-    share(unit, row, exponent, high, low);
+    share(segment, row, exponent, high, low);
     if (strip_.grad_input.data != nullptr) multiply(exponent, high, low);
   }
 
   // v's gradient takes v's place.
-  __device__ void make_gradient(const StripUnit& unit, int row, int c, int k, float balance,
+  __device__ void make_gradient(const StripSegment& segment, int row, int c, int k, float balance,
                                 const StripSpread<Chain, kChunks>& spread, float (&v)[4],
                                 typename TileSums<kChunks, kKinds>::Row& sums) const {
     const int channel = tile_channel(c) + k;
@@ -158,7 +158,7 @@ class StripTile {
     for (int i = 0; i < 2; ++i) {
       float of_pixel[kGradientKinds]{};
       const float x = gradient_of_v<Chain>(grad.element[i], v[2 * i + k], of.channel, of.norm, of_pixel);
-      if (owns(unit, row, i) && has_channel) sums.add(2 * c + k, of_pixel);
+      if (owns(segment, row, i) && has_channel) sums.add(2 * c + k, of_pixel);
       v[2 * i + k] = place_.exists[i] && has_channel ? x * balance : 0.0f;
     }
   }
@@ -187,12 +187,13 @@ class StripTile {
   }
 
   // For the sum warps: what others sum too is zeros.
-  __device__ void share(const StripUnit& unit, int row, int exponent, const Words& high, const Words& low) {
+  __device__ void share(const StripSegment& segment, int row, int exponent, const Words& high,
+                        const Words& low) {
     if (lane_of_thread() == 0) shared_.grad_exponents[row % 2][threadIdx.x / kWarpThreads] = exponent;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int pixel = tile_pixel() + i;
-      const bool owned = owns(unit, row, i);
+      const bool owned = owns(segment, row, i);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         const int place = Shared::chunk_place(c, pixel);
@@ -201,14 +202,14 @@ class StripTile {
               owned ? word : 0;
         };
         write(0, high[c][i]);
-        if (strip_.parts == kMostParts) write(1, low[c][i]);
+        if (strip_.operand_parts == kMostOperandParts) write(1, low[c][i]);
       }
     }
   }
 
   // Adds the row's products with each tap to the rows of the input's gradient that they belong to.
   __device__ void multiply(int exponent, const Words& high, const Words& low) {
-    const bool is_exact = strip_.parts == kMostParts;
+    const bool is_exact = strip_.operand_parts == kMostOperandParts;
     float d[kTaps][kTaps][4]{};
 #pragma unroll
     for (int tile = 0; tile < kOutTiles; ++tile) {

@@ -69,7 +69,7 @@ class StripWeights {
     for (int i = 0; i < kUnitChannels; ++i) {
       const int share = share_of(of_channel[i], most);
       shared_.shares[c][i] = share;
-      if (is_wide(share) && work_.parts == kMostParts)
+      if (is_wide(share) && work_.operand_parts == kMostOperandParts)
         shared_.weights_are_wide = 1;  // one part loses digits anyway
     }
   }

@@ -16,8 +16,8 @@ inline namespace FUSEDCONV_TARGET {
 
 using cuda::kFirstStep;
 using cuda::kHalo;
+using cuda::kMostOperandParts;
 using cuda::kMostOutTiles;
-using cuda::kMostParts;
 using cuda::kStripInputCols;
 using cuda::kStripInputRows;
 using cuda::kStripPixels;
@@ -40,8 +40,8 @@ struct StripWork {
   const float* balance;  // [out_channels], powers of two that gradients are multiplied by
   Elements grad_input;   // contiguous; no memory where nobody wants it
   float* slots;          // [slots][out_tiles][kSlotValues], or null
-  int parts;             // of float32's values
-  int units;
+  int operand_parts;     // of a value
+  int segments;          // of all strips of all samples
 };
 
 // For channels beyond those that there are, weights are zeros; what else there is of them is not used.
@@ -50,9 +50,10 @@ struct StripShared {
   static constexpr int kChunks = 2 * kOutTiles;  // of 8 channels
   static constexpr int kChannels = kChunks * kUnitChannels;
 
-  uint4 input[kStripInputRows][kMostParts][kStripInputCols];
-  uint4 grads[2][kMostParts][kStripPixels][kChunks];  // halves; chunks of a pixel as chunk_place() says
-  float sums[2][kTaps][kUnitChannels][kSumsPitch];    // of a row of the input's gradient, for each tap across
+  uint4 input[kStripInputRows][kMostOperandParts][kStripInputCols];
+  uint4 grads[2][kMostOperandParts][kStripPixels]
+             [kChunks];                             // halves; chunks of a pixel as chunk_place() says
+  float sums[2][kTaps][kUnitChannels][kSumsPitch];  // of a row of the input's gradient, for each tap across
   // The weight as lanes take it: of two taps across and a chunk, and of the third; high words, then low ones.
   uint4 conv_weights[kTaps][kChunks][kWarpThreads];
   uint2 conv_tails[kTaps][kChunks][kWarpThreads];
@@ -84,15 +85,15 @@ static_assert(sizeof(StripShared<kMostOutTiles>) == cuda::strip_shared_bytes(kMo
 static_assert(sizeof(StripShared<kMostOutTiles / 2>) == cuda::strip_shared_bytes(kMostOutTiles / 2));
 
 // A segment of a strip.
-struct StripUnit {
+struct StripSegment {
   int sample;
   int row, rows;  // of the output
   int col;
   int slice;               // number in the sample
   int own_row, own_col;    // from where on its sums count and its gradients are complete
-  int last_row, last_col;  // the first ones, of the input's gradient, that the next unit has
+  int last_row, last_col;  // the first ones, of the input's gradient, that the next segment has
 
-  __device__ StripUnit(const StripWork& work, int index) {
+  __device__ StripSegment(const StripWork& work, int index) {
     const StripPlan& plan = work.plan;
     const int rest = index / plan.segments;
     const int segment = index % plan.segments;

@@ -15,20 +15,11 @@ using cuda::ConvTiling;
 using cuda::kRows;
 using cuda::kUnitBytes;
 using cuda::kUnitElements;
+using cuda::NormShape;
 
 // The moments of a tile in one of the norm's groups, for samples that stay in shared memory. It is read while
 // others write: as long as it has no pixels, it is not there.
 struct alignas(sizeof(float4)) TilePart : Part<float> {};
-
-// How statistics of samples that stay in shared memory are shared out: each warp has some of the norm's
-// groups, on some lanes each.
-struct NormShape {
-  double share;  // 1 / the values of a group
-  int tiles;     // of a sample
-  int groups;    // of the norm
-  int channels;  // of a group
-  int lanes;     // a power of two
-};
 
 // What the pass of backward gets besides.
 struct ConvGradientSums {
@@ -64,16 +55,6 @@ struct ConvProblem {
 
 static_assert(sizeof(ConvProblem) + sizeof(int) <= 4096, "older drivers take no more parameters of a kernel");
 
-// Panels: [N][panels_down][tiles_across].
-__host__ __device__ inline int panels_per_sample(const ConvTiling& t) {
-  return t.panels_down * t.tiles_across;
-}
-
-// Units of a chunk of a panel in one part.
-__host__ __device__ inline int64_t chunk_units(const ConvTiling& t) {
-  return int64_t(t.blocks_per_chunk) * t.panel_units;
-}
-
 // Of a chunk: its first block of channels, and its first tap.
 struct ChunkPlace {
   int block, kernel_row, kernel_col;
@@ -88,19 +69,11 @@ struct ChunkPlace {
 };
 
 // Two groups of eight warps. Of a tile's columns the first four warps of a group have the first half.
-constexpr int kHalfThreads = 128;
-constexpr int kGroupThreads = 2 * kHalfThreads;
-constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
 using cuda::kGroups;
+using cuda::kGroupWarps;
+constexpr int kGroupThreads = kGroupWarps * kWarpThreads;
+constexpr int kHalfThreads = kGroupThreads / 2;
 constexpr int kConvThreads = kGroups * kGroupThreads;
-
-inline NormShape norm_shape(const ConvTiling& t, int groups) {
-  NormShape shape{0, tiles_per_sample(t), groups, t.out_channels / groups, kWarpThreads};
-  shape.share = 1.0 / (double(shape.channels) * t.out_size[0] * t.out_size[1]);
-  const int groups_per_warp = (groups + kGroupWarps - 1) / kGroupWarps;
-  while (shape.lanes * groups_per_warp > kWarpThreads) shape.lanes /= 2;
-  return shape;
-}
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

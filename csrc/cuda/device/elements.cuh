@@ -13,15 +13,15 @@ struct Elements {
   DType dtype;
 };
 
+// Whether loads of so many elements may start there.
+inline bool is_aligned_to(const Elements& elements, int64_t count) {
+  return is_aligned(elements.data, count * bytes_of(elements.dtype));
+}
+
 // From an element on.
 inline Elements elements_from(const void* data, DType dtype, int64_t first) {
   if (data == nullptr) return {nullptr, dtype};
   return {const_cast<char*>(static_cast<const char*>(data)) + first * bytes_of(dtype), dtype};
-}
-
-// Whether loads of so many elements may start there.
-inline bool is_aligned_to(const Elements& elements, int64_t count) {
-  return is_aligned(elements.data, count * bytes_of(elements.dtype));
 }
 
 // Calls visit with a value of the dtype's type, known when compiled: for loops that load single elements.

@@ -1,4 +1,4 @@
-// What a team of threads has of planes that are cut into slices (plan/plane_slices.h).
+// What a thread has of the slices into which planes are cut.
 #pragma once
 
 #include "launch.cuh"
@@ -8,9 +8,11 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-using cuda::blocks_of;
 using cuda::kMostWidth;
 using cuda::kPlaneThreads;
+using cuda::kThreadValues;
+using cuda::PlaneSlices;
+using cuda::slice_planes;
 using cuda::SlicedPlanes;
 
 // What a thread's team has. The last teams of a launch may have nothing.

@@ -2,12 +2,11 @@
 #pragma once
 
 #include "core/target.h"
-#include "plan/card.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-constexpr int kWarpThreads = cuda::kWarp;
+constexpr int kWarpThreads = 32;
 
 __device__ inline int lane_of_thread() { return threadIdx.x % kWarpThreads; }
 

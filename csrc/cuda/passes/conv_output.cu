@@ -6,6 +6,10 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
+ConvPlan plan_conv_output(const Problem& problem, const Card& card) {
+  return ConvChain<Identity>::plan(problem, card);
+}
+
 size_t conv_output_workspace(const Problem& problem, const ConvPlan& plan, const Card& card) {
   return ConvChain<Identity>::workspace(problem, plan, card);
 }

@@ -10,6 +10,7 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 // As those of a chain: see ConvChain.
+cuda::ConvPlan plan_conv_output(const Problem& problem, const cuda::Card& card);
 size_t conv_output_workspace(const Problem& problem, const cuda::ConvPlan& plan, const cuda::Card& card);
 cudaError_t launch_conv_output(const Problem& problem, const cuda::ConvPlan& plan, void* workspace,
                                const cuda::Card& card, cudaStream_t stream);
