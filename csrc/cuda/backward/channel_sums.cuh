@@ -171,13 +171,14 @@ template <class Chain>
 __global__ void __launch_bounds__(kMostSpanWarps* kWarpThreads)
     channel_sums(const __grid_constant__ BackwardWork<float> work) {
   __shared__ SpanMemory memory;
-  start_overlapping();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   if (block_index() >= work.samples * work.blocks.per_sample) return;
   const int64_t sample = work.blocks.by_per_sample.divide(block_index());
   const int64_t block = block_index() - sample * work.blocks.per_sample;
   if (threadIdx.x < work.channels)
     memory.channels[threadIdx.x] = {channel_of_thread<Chain>(work, sample, threadIdx.x),
-                                    norm_gradient_of<Chain>(work, sample, threadIdx.x, false)};
+                                    norm_gradient_of<Chain, false>(work, sample, threadIdx.x)};
   __syncthreads();
   double sums[kGradientKinds]{};
   if (work.width > 1) {

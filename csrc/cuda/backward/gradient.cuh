@@ -33,10 +33,11 @@ __device__ void for_each_spread(const BackwardWork<T>& work, const Slice& slice,
 template <class Chain, class T>
 __global__ void __launch_bounds__(kPlaneThreads)
     sums_after_norm(const __grid_constant__ BackwardWork<T> work) {
-  start_overlapping();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   const Slice slice(work.planes);
   const Channel<T> channel = channel_of_warp<Chain>(work, slice);
-  const NormGradient<T> norm = norm_gradient_of<Chain>(work, slice.sample, slice.channel, false);
+  const NormGradient<T> norm = norm_gradient_of<Chain, false>(work, slice.sample, slice.channel);
   T sums[kGradientKinds]{};
   visit_count(work, [&](auto count) {
     for_each_spread<decltype(count)::value, Chain>(
@@ -68,10 +69,11 @@ __device__ T gradient_of_v(T grad, T v, const Channel<T>& channel, const NormGra
 template <class Chain, class T>
 __global__ void __launch_bounds__(kPlaneThreads)
     write_gradient(const __grid_constant__ BackwardWork<T> work) {
-  start_overlapping();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   const Slice slice(work.planes);
   const Channel<T> channel = channel_of_warp<Chain>(work, slice);
-  const NormGradient<T> norm = norm_gradient_of<Chain>(work, slice.sample, slice.channel, true);
+  const NormGradient<T> norm = norm_gradient_of<Chain, true>(work, slice.sample, slice.channel);
   T sums[kGradientKinds]{};
   visit_count(work, [&](auto count) {
     constexpr int kCount = decltype(count)::value;

@@ -158,7 +158,7 @@ __device__ void load_row_channels(const PackWork& pack, const PackRow& row, cons
   if constexpr (kHasChannels<Chain>) {
     for (int c = threadIdx.x; c < pack.to.channels; c += kGradientThreads)
       memory.channels[c] = {channel_of_thread<Chain>(pack.work, row.sample, c),
-                            norm_gradient_of<Chain>(pack.work, row.sample, c, true)};
+                            norm_gradient_of<Chain, true>(pack.work, row.sample, c)};
   }
 }
 
@@ -214,7 +214,8 @@ template <class Chain>
 __global__ void __launch_bounds__(kGradientThreads, kGradientBlocks)
     pack_gradient(const __grid_constant__ PackWork pack) {
   extern __shared__ uint4 pack_memory[];
-  start_overlapping();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   const PackRow row(pack);
   if (row.sample >= pack.work.samples) return;
   const PackMemory<Chain> memory(pack_memory, pack.to.channels, pack.shape.pitch);

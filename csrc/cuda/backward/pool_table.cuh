@@ -123,10 +123,11 @@ __device__ Maximum<T> maximum_of_window(const BackwardWork<T>& work, int64_t pla
 template <class Chain, class T>
 __global__ void __launch_bounds__(kPlaneThreads)
     max_pool_table(const __grid_constant__ BackwardWork<T> work) {
-  start_overlapping();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   const Slice slice(work.windows);
   const Channel<T> channel = channel_of_warp<Chain>(work, slice);
-  const NormGradient<T> norm = norm_gradient_of<Chain>(work, slice.sample, slice.channel, false);
+  const NormGradient<T> norm = norm_gradient_of<Chain, false>(work, slice.sample, slice.channel);
   const PoolShape& pool = work.pool;
   const int shift = log2_of(pool.lanes);
   const int lane = slice.thread & (pool.lanes - 1);
@@ -165,10 +166,11 @@ __global__ void __launch_bounds__(kPlaneThreads)
     float x;
     RawPack<float, 1> grad;
   };
-  start_overlapping();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   const Slice slice(work.windows);
   const Channel<float> channel = channel_of_warp<Whole>(work, slice);
-  const NormGradient<float> norm = norm_gradient_of<Whole>(work, slice.sample, slice.channel, false);
+  const NormGradient<float> norm = norm_gradient_of<Whole, false>(work, slice.sample, slice.channel);
   const int64_t first = slice.plane * work.windows.of.values + slice.first;
   float sums[kGradientKinds]{};
   for_each_pack<4, 1>(

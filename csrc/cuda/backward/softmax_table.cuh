@@ -74,7 +74,8 @@ template <class Chain, class T>
 __global__ void __launch_bounds__(kPlaneThreads)
     logsumexp_table(const __grid_constant__ BackwardWork<T> work) {
   __shared__ Channel<T> channels[kPlaneThreads];
-  start_overlapping();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   if (block_index() >= work.samples * work.blocks.per_sample) return;
   visit_count(work, [&](auto count) { write_pixels<Chain, T, decltype(count)::value>(work, channels); });
 }

@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     strip_kernel(const __grid_constant__ StripProblem<Chain> problem) {
   extern __shared__ __align__(128) uint8_t strip_memory[];
   auto& shared = *reinterpret_cast<StripShared<kOutTiles>*>(strip_memory);
-  start_overlapping();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   StripWeights<kOutTiles>(problem.strip, shared).load();
   __syncthreads();
   if (threadIdx.x < kTileThreads) {

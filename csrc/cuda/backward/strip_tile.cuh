@@ -88,7 +88,7 @@ class StripTile {
     if constexpr (kHasChannels<Chain>) {
       for (int c = threadIdx.x; c < work_.channels; c += kTileThreads)
         shared_.channels[c] = {channel_of_thread<Chain>(work_, segment.sample, c),
-                               norm_gradient_of<Chain>(work_, segment.sample, c, true)};
+                               norm_gradient_of<Chain, true>(work_, segment.sample, c)};
     }
   }
 

@@ -111,12 +111,11 @@ __device__ Channel<T> channel_of_warp(const BackwardWork<T>& work, const Slice& 
   return channel_from(values, norm, work.arguments);
 }
 
-// The means may not be known yet.
-template <class Chain, class T>
-__device__ NormGradient<T> norm_gradient_of(const BackwardWork<T>& work, int64_t sample, int64_t c,
-                                            bool knows_means) {
+// kHasMeans: they are known already.
+template <class Chain, bool kHasMeans, class T>
+__device__ NormGradient<T> norm_gradient_of(const BackwardWork<T>& work, int64_t sample, int64_t c) {
   const Norm<T> norm = norm_at<Chain>(work, sample, c);
-  if (!Chain::kNeedsStatistics || !knows_means) return {norm.scale, norm.shift, T(0), T(0)};
+  if constexpr (!Chain::kNeedsStatistics || !kHasMeans) return {norm.scale, norm.shift, T(0), T(0)};
   const int64_t group = work.by_group_channels.divide(c);
   const GroupMeans<T> means = work.means[sample * work.arguments.num_groups + group];
   return {norm.scale, norm.shift, means.mean, means.mean_product};

@@ -40,12 +40,6 @@ __device__ inline void let_next_kernel_start() {
 #endif
 }
 
-// Both, by all threads of a kernel that reads from its start on.
-__device__ inline void start_overlapping() {
-  let_next_kernel_start();
-  wait_for_earlier_kernels();
-}
-
 struct LaunchShape {
   dim3 grid;
   int threads;

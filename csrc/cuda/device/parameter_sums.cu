@@ -72,7 +72,8 @@ struct SumsOfGroups {
 __global__ void __launch_bounds__(kMeanThreads, 1)
     norm_gradient_means(const __grid_constant__ SumsOfGroups sums, FloatsOrDoubles<Norm> norms,
                         FloatsOrDoubles<GroupMeans> means) {
-  start_overlapping();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   for (int64_t group = blockIdx.x; group < sums.groups; group += gridDim.x) {
     const int64_t first = group * sums.group_channels;  // counted through all samples
     const int64_t first_channel = first % sums.channels;

@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kNormThreads)
                           StatisticsOutput to) {
   constexpr int kWarps = kNormThreads / kWarpThreads;
   __shared__ Sums<double> of_warp[kWarps];
-  start_overlapping();
+  let_next_kernel_start();
+  wait_for_earlier_kernels();
   for (int64_t group = blockIdx.x; group < groups; group += gridDim.x) {
     Sums<double> sums{};
     double shift;
