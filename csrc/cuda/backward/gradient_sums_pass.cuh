@@ -75,21 +75,17 @@ class GradientSumsPass : public PassBase {
     const ConvTiling& t = p_.tiling;
     const int bytes = p_.backward.grad.dtype == DType::kFloat32 ? 4 : 2;
     const int line = cuda::kLineBytes / bytes;
-    for (int column = lane_of_thread() % kRowThreads * line; column < kColumns;
-         column += kRowThreads * line) {
-      const int slot = t.by_pitch.divide(Fragment::first_column() + column);
-      const int col = Fragment::first_column() + column - slot * t.pitch;
-      const int row = slot * t.stack + rows.stacked(t);
-      if (row >= tile.rows || col >= tile.cols) continue;
+    Fragment::for_each_step(t, tile, rows, line, [&](const Place& place) {
 #pragma unroll
       for (int k = 0; k < kThreadChannels; ++k) {
         if (rows.channel(k) >= t.out_channels) continue;
         const int64_t plane = tile.sample * t.out_channels + rows.channel(k);
-        const int64_t at = (plane * t.out_size[0] + tile.row + row) * t.out_size[1] + tile.col + col;
+        const int64_t at =
+            (plane * t.out_size[0] + tile.row + place.row) * t.out_size[1] + tile.col + place.col;
         asm volatile(
             "prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(p_.backward.grad.data) + at * bytes));
       }
-    }
+    });
   }
 
   // kIsPair: all of the tile's are whole pairs in memory.
@@ -107,12 +103,10 @@ class GradientSumsPass : public PassBase {
                 (tile.sample * t.out_channels + c) * pixels + tile.row * t.out_size[1] + tile.col;
     }
     GradientPair pair[kBlocksAtOnce][kThreadChannels];
-    v.for_each_block([&](int j, int slot, int first) {
-      const int row = slot * t.stack + rows.stacked(t);
-      const int col = first + Fragment::first_of_pair();
+    v.for_each_pair([&](int j, const Place& place) {
       // Of a pixel that does not exist, the tile's first one's: without a condition, all are on their way.
       const bool exists = v.exists(j, 0);
-      const int at = exists ? row * t.out_size[1] + col : 0;
+      const int at = exists ? place.row * t.out_size[1] + place.col : 0;
       const int second = v.exists(j, 1) ? at + 1 : at;
 #pragma unroll
       for (int k = 0; k < kThreadChannels; ++k)
@@ -143,12 +137,12 @@ class GradientSumsPass : public PassBase {
   __device__ void stage_softmax(const Fragment& v) {
     const ConvTiling& t = p_.tiling;
     const Tile& tile = v.tile;
-    stage(v, [this](float x, int k) { return Chain::value(x, channel_[k].channel); });
+    v.stage(staging(), [this](float x, int k) { return Chain::value(x, channel_[k].channel); });
     sync();
     const int column = thread();
-    if (column < 2 * kColumns) {
+    if (column < kTileColumns) {
       for (int f = 0; f < t.stack; ++f) {
-        float* const of_column = staging() + f * t.stack_channels * kStagingPitch + column;
+        float* const of_column = staged_column(column, f);
         LogSumExp<float> sum[1];
         add_channels<16, 1, 1>(sum, 0, 1, min(t.stack_channels, t.out_channels),
                                [&](int c, float* x) { *x = of_column[c * kStagingPitch]; });
@@ -163,24 +157,22 @@ class GradientSumsPass : public PassBase {
   // What is subtracted before exp, and the factor after it.
   __device__ float2 softmax_of(const Tile& tile, int column, int stacked, const LogSumExp<float>& sum) const {
     const ConvTiling& t = p_.tiling;
-    const int slot = t.by_pitch.divide(column);
-    const int row = slot * t.stack + stacked;
-    const int col = column - slot * t.pitch;
-    if (row >= tile.rows || col >= tile.cols) return {0, 0};
-    const int64_t at = (tile.sample * t.out_size[0] + tile.row + row) * t.out_size[1] + tile.col + col;
+    const Place place = place_of(t, column, stacked);
+    if (place.row >= tile.rows || place.col >= tile.cols) return {0, 0};
+    const int64_t at =
+        (tile.sample * t.out_size[0] + tile.row + place.row) * t.out_size[1] + tile.col + place.col;
     const float most = LogSumExp<float>::shift_of(sum.most);
     const float grad = load_values<float, 1>(p_.backward.grad, at).element[0];
     return {most, softmax_factor<Chain>(grad, most, sum.sum, p_.arguments)};
   }
 
   __device__ void add_softmax(const Fragment& v, float (&sums)[kThreadChannels][kGradientKinds]) const {
-    const ConvTiling& t = p_.tiling;
-    const float* const first = staging() + v.rows.stacked(t) * t.stack_channels * kStagingPitch +
-                               Fragment::first_column() + Fragment::first_of_pair();
+    const float* const first = Fragment::first_pair(staged_column(0, v.rows.stacked(p_.tiling)));
 #pragma unroll
     for (int j = 0; j < kThreadPairs; ++j) {
-      const float2 most = *reinterpret_cast<const float2*>(first + kBlockColumns * j);
-      const float2 factor = *reinterpret_cast<const float2*>(first + kStagingPitch + kBlockColumns * j);
+      const float2 most = *reinterpret_cast<const float2*>(first + Fragment::pair_offset(j));
+      const float2 factor =
+          *reinterpret_cast<const float2*>(first + kStagingPitch + Fragment::pair_offset(j));
 #pragma unroll
       for (int k = 0; k < kThreadChannels; ++k) {
         const float x = v.value(k, j, 0);

@@ -20,6 +20,7 @@ using Products = MmaSyncProducts;
 #endif
 
 constexpr int kColumns = Products::kColumns;  // of a tile, that a half of a group has
+constexpr int kTileColumns = 2 * kColumns;
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

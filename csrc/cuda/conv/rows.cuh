@@ -29,6 +29,11 @@ struct PixelMask {
   __device__ bool first(int j) const { return bits >> j & 1; }
   __device__ bool second(int j) const { return bits >> (16 + j) & 1; }
   __device__ int count() const { return __popc(bits); }
+  // Whether no pair has less than two pixels, but perhaps the last one.
+  __device__ bool lacks_at_most_last() const {
+    constexpr uint32_t kBefore = (1u << (kColumns / 8 - 1)) - 1;
+    return (~bits & (kBefore | kBefore << 16)) == 0;
+  }
 };
 
 __device__ inline PixelMask pixel_mask(const ConvTiling& t, int stacked, int rows, int cols) {
@@ -118,12 +123,10 @@ __device__ inline void recompute(const ConvProblem& p, const Tile& tile, const T
     const int column = half_of_thread() * kColumns + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
     const bool is_first = i / 2 % 2 == 0;
     const int channel = rows.channel(is_first ? 0 : 1);
-    const int slot = t.by_pitch.divide(column);
-    const int row = slot * t.stack + rows.stacked(t);
-    const int col = column - slot * t.pitch;
-    if (row < tile.rows && col < tile.cols && channel < t.out_channels) {
+    const Place at = place_of(t, column, rows.stacked(t));
+    if (at.row < tile.rows && at.col < tile.cols && channel < t.out_channels) {
       own[i * kGroupThreads] =
-          plain_conv_at(p.input, p.weight, taps, tile.sample, channel, tile.row + row, tile.col + col) +
+          plain_conv_at(p.input, p.weight, taps, tile.sample, channel, tile.row + at.row, tile.col + at.col) +
           (is_first ? rows.bias[0] : rows.bias[1]);
     }
   }

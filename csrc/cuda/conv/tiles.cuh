@@ -19,6 +19,16 @@ struct alignas(16) Tile {
   int panel_row;  // where the tile starts, in rows of each remainder modulo stack
 };
 
+// A pixel of a tile: that of a column of the product, in one of the stacked rows.
+struct Place {
+  int row, col;
+};
+
+__device__ inline Place place_of(const ConvTiling& t, int column, int stacked) {
+  const int slot = t.by_pitch.divide(column);
+  return {slot * t.stack + stacked, column - slot * t.pitch};
+}
+
 // An item: a band of rows and columns of one sample, with one block of rows, or with all of them.
 struct Item {
   int64_t sample;

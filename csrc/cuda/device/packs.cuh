@@ -69,6 +69,17 @@ __device__ void store_vector(Element* to, const Pack<Element, kCount>& pack) {
   }
 }
 
+// Two values at a place of both.
+__device__ inline void write_pair(float* to, float x, float y) {
+  *reinterpret_cast<float2*>(to) = make_float2(x, y);
+}
+__device__ inline void write_pair(__half* to, float x, float y) {
+  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(x, y);
+}
+__device__ inline void write_pair(__nv_bfloat16* to, float x, float y) {
+  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(x, y);
+}
+
 // Copies from global to shared memory, without waiting where the hardware can: see wait_for_copies().
 template <int kCount, class Element>
 __device__ void copy_pack(Element* shared, const Element* global) {

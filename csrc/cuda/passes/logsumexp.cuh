@@ -23,7 +23,7 @@ class LogSumExpPass : public PassBase {
 
   __device__ void finish(Fragment v) {
     v.unscale();
-    stage(v, [this](float x, int k) { return Chain::value(x, channels_.channel[k]); });
+    v.stage(staging(), [this](float x, int k) { return Chain::value(x, channels_.channel[k]); });
     sync();
     reduce(v.tile);
   }
@@ -34,10 +34,10 @@ class LogSumExpPass : public PassBase {
     const ConvTiling& t = p_.tiling;
     const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
     const int column = thread();
-    if (column >= 2 * kColumns) return;
+    if (column >= kTileColumns) return;
     for (int f = 0; f < t.stack; ++f) {
       if (tile.row_block == 0) sum_ = {};
-      const float* from = staging() + f * t.stack_channels * kStagingPitch + column;
+      const float* from = staged_column(column, f);
       LogSumExp<float> of_block[1];
       add_channels<16, 1, 1>(of_block, 0, 1, channels,
                              [&](int c, float* x) { *x = from[c * kStagingPitch]; });
@@ -47,13 +47,11 @@ class LogSumExpPass : public PassBase {
   }
 
   __device__ void write(const Tile& tile, int column, int stacked, float x) {
-    const ConvTiling& t = p_.tiling;
-    const int slot = t.by_pitch.divide(column);
-    const int row = slot * t.stack + stacked;
-    const int col = column - slot * t.pitch;
-    if (row >= tile.rows || col >= tile.cols) return;
+    const Place place = place_of(p_.tiling, column, stacked);
+    if (place.row >= tile.rows || place.col >= tile.cols) return;
     const int64_t* stride = p_.output.stride;
-    const int64_t at = tile.sample * stride[0] + (tile.row + row) * stride[2] + (tile.col + col) * stride[3];
+    const int64_t at =
+        tile.sample * stride[0] + (tile.row + place.row) * stride[2] + (tile.col + place.col) * stride[3];
     const Pack<float, 1> y{Chain::Final::value(x, x, Channel<float>{})};
     store_output<NarrowOutput<Mode>>(p_.output, at, y);
   }

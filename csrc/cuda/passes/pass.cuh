@@ -80,9 +80,6 @@ __device__ void apply(Fragment& v, const ThreadChannels<kReads>& channels) {
   }
 }
 
-// Of the staging memory of a tile, from one row of the product to the next.
-constexpr int kStagingPitch = 2 * kColumns + cuda::kStagingPadding;
-
 // What passes share: the memory of their group of threads, and its barrier.
 class PassBase {
  public:
@@ -113,18 +110,10 @@ class PassBase {
   __device__ static int warp() { return thread() / kWarpThreads; }
   __device__ float* staging() const { return reinterpret_cast<float*>(staging_); }
 
-  // Puts map(value, k) of a thread's values into the staging memory, row by row of the product.
-  template <class Map>
-  __device__ void stage(const Fragment& v, const Map& map) const {
-#pragma unroll
-    for (int k = 0; k < kThreadChannels; ++k) {
-      float* const to =
-          staging() + Fragment::row(k) * kStagingPitch + Fragment::first_column() + Fragment::first_of_pair();
-#pragma unroll
-      for (int j = 0; j < kThreadPairs; ++j)
-        *reinterpret_cast<float2*>(to + kBlockColumns * j) = {map(v.value(k, j, 0), k),
-                                                              map(v.value(k, j, 1), k)};
-    }
+  // What was staged of a column of one of the stacked rows: its first channel; others are kStagingPitch
+  // apart.
+  __device__ float* staged_column(int column, int stacked) const {
+    return staging() + stacked * p_.tiling.stack_channels * kStagingPitch + column;
   }
 
   const ConvProblem& p_;
@@ -143,9 +132,7 @@ class RowMoments {
 
   __device__ explicit RowMoments(const Fragment& v) {
     // Waste mostly stands at the end of a row: one mask there is the usual case. Elsewhere it gets the guess.
-    constexpr uint32_t kInner = (1u << (kThreadPairs - 1)) - 1;
-    const bool usual = (~v.rows.pixels.bits & (kInner | kInner << 16)) == 0;
-    if (__all_sync(~0u, usual)) {
+    if (__all_sync(~0u, v.rows.pixels.lacks_at_most_last())) {
       guess_first(v);
     } else {
       guess_all(v);

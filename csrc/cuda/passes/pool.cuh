@@ -60,23 +60,17 @@ class PoolPass : public PassBase {
   }
 
   __device__ void stage_values(const Fragment& v) const {
-    stage(v, [&](float x, int k) { return ordered(v, x, k); });
+    v.stage(staging(), [&](float x, int k) { return ordered(v, x, k); });
   }
 
   // Of each pair the larger one.
   __device__ void stage_pairs(const Fragment& v) const {
-#pragma unroll
-    for (int k = 0; k < kThreadChannels; ++k) {
-      float* const to = staging() + Fragment::row(k) * kPitch<2> +
-                        (Fragment::first_column() + Fragment::first_of_pair()) / 2;
-#pragma unroll
-      for (int j = 0; j < kThreadPairs; ++j)
-        to[kBlockColumns / 2 * j] = maximum(ordered(v, v.value(k, j, 0), k), ordered(v, v.value(k, j, 1), k));
-    }
+    v.stage_pairs(staging(),
+                  [&](float x, float y, int k) { return maximum(ordered(v, x, k), ordered(v, y, k)); });
   }
 
   __device__ void write_signs(const Fragment& v) const {
-    if (v.rows.stacked(p_.tiling) > 0 || !Fragment::is_writer() || Fragment::first_column() > 0) return;
+    if (v.rows.stacked(p_.tiling) > 0 || !Fragment::is_writer() || !Fragment::has_first_columns()) return;
 #pragma unroll
     for (int k = 0; k < kThreadChannels; ++k) signs()[Fragment::row(k)] = sign_[k];
   }

@@ -63,18 +63,14 @@ class ResidentPass : public PassBase {
   __device__ KeptTile& kept() const { return *reinterpret_cast<KeptTile*>(carry_); }
 
   __device__ void keep(const Fragment& v) {
-    scatter(p_.tiling, v, staging(), run_pitch<float>(p_.tiling), v.tile.cols, 1);
+    v.scatter(staging(), run_pitch<float>(p_.tiling), v.tile.cols, 1);
   }
 
   __device__ void measure(const Fragment& v) {
     const RowMoments moments(v);
     if (!Fragment::is_writer()) return;
-    const int stack = p_.tiling.stack;
-#pragma unroll
-    for (int k = 0; k < kThreadChannels; ++k) {
-      const int part = (v.rows.channel(k) * stack + v.rows.stacked(p_.tiling)) * 2 + Fragment::half();
-      kept().parts[part] = {moments.count, moments.mean[k], moments.m2[k]};
-    }
+    v.for_each_part(
+        [&](int k, int part) { kept().parts[part] = {moments.count, moments.mean[k], moments.m2[k]}; });
   }
 
   __device__ void finish_kept(const Tile& tile) {

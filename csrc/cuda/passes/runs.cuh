@@ -18,54 +18,6 @@ __device__ int run_pitch(const ConvTiling& t) {
   return (length - kShift + kBanks - 1) / kBanks * kBanks + kShift;
 }
 
-__device__ inline void write_pair(float* to, float x, float y) {
-  *reinterpret_cast<float2*>(to) = make_float2(x, y);
-}
-__device__ inline void write_pair(__half* to, float x, float y) {
-  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(x, y);
-}
-__device__ inline void write_pair(__nv_bfloat16* to, float x, float y) {
-  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(x, y);
-}
-
-// Each thread's values to where they belong. to: the first channel's first pixel of the tile.
-template <class Out>
-__device__ void scatter(const ConvTiling& t, const Fragment& v, Out* to, int channel_stride, int row_stride,
-                        int col_stride) {
-  const Tile& tile = v.tile;
-  const ThreadRows& rows = v.rows;
-  Out* of_row[kThreadChannels];
-#pragma unroll
-  for (int k = 0; k < kThreadChannels; ++k)
-    of_row[k] = to + (rows.channel(k) - tile.row_block * kRows) * channel_stride +
-                rows.stacked(t) * row_stride + Fragment::first_of_pair() * col_stride;
-  const bool pairs = col_stride == 1 && row_stride % 2 == 0 && channel_stride % 2 == 0 &&
-                     tile.cols % 2 == 0 && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Out)) == 0 &&
-                     rows.channel(kThreadChannels - 1) < t.out_channels;
-  if (pairs && v.has_one_row()) {
-    const int slot = t.by_pitch.divide(Fragment::first_column());
-    const int start = slot * t.stack * row_stride + Fragment::first_column() - slot * t.pitch;
-#pragma unroll
-    for (int j = 0; j < kThreadPairs; ++j) {
-      if (!v.exists(j, 0)) continue;
-#pragma unroll
-      for (int k = 0; k < kThreadChannels; ++k)
-        write_pair(of_row[k] + start + kBlockColumns * j, v.value(k, j, 0), v.value(k, j, 1));
-    }
-    return;
-  }
-  v.for_each_block([&](int j, int row, int col) {
-    const int place = row * t.stack * row_stride + col * col_stride;
-#pragma unroll
-    for (int k = 0; k < kThreadChannels; ++k) {
-      Out* pixel = of_row[k] + place;
-      const bool exists = rows.channel(k) < t.out_channels;
-      if (exists && v.exists(j, 0)) pixel[0] = narrow<Out>(v.value(k, j, 0));
-      if (exists && v.exists(j, 1)) pixel[col_stride] = narrow<Out>(v.value(k, j, 1));
-    }
-  });
-}
-
 // Whether the rows of a channel follow each other in the output.
 __device__ inline bool has_runs(const Tensor& output) {
   return output.stride[3] == 1 && output.stride[2] == output.size[3];

@@ -50,13 +50,13 @@ class StorePass : public PassBase {
     Out* const to = static_cast<Out*>(output.data);
     if (!has_runs(output)) {
       // Within a sample offsets fit in ints.
-      return scatter(p_.tiling, v, to + offset_in_output(p_, tile, 0), int(output.stride[1]),
-                     int(output.stride[2]), int(output.stride[3]));
+      return v.scatter(to + offset_in_output(p_, tile, 0), int(output.stride[1]), int(output.stride[2]),
+                       int(output.stride[3]));
     }
     const ConvTiling& t = p_.tiling;
     Out* const staged = reinterpret_cast<Out*>(staging_);
     const int pitch = run_pitch<Out>(t);
-    scatter(t, v, staged, pitch, tile.cols, 1);
+    v.scatter(staged, pitch, tile.cols, 1);
     fence_async_proxy();
     sync();
     const int channels = min(t.stack_channels, t.out_channels - tile.row_block * kRows);
