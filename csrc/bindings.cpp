@@ -153,7 +153,7 @@ class Launch {
 
   void on_cuda(const std::vector<uintptr_t>& pointers, uintptr_t output, uintptr_t statistics,
                uintptr_t workspace, uintptr_t stream) const {
-    const CudaLaunch& cuda = prepared(cuda_);
+    const CudaRun<Problem>& cuda = prepared(cuda_);
     run(pointers, output, statistics,
         [&](const Problem& problem) { cuda.run(problem, pointer(workspace), pointer(stream)); });
   }
@@ -184,7 +184,7 @@ class Launch {
   Kernel cpu_kernel_;  // every chain has one
   Named tensors_;
   std::optional<Conv> conv_;
-  std::optional<CudaLaunch> cuda_;
+  std::optional<CudaRun<Problem>> cuda_;
   Problem problem_;
 };
 
@@ -221,13 +221,13 @@ class Backward {
   Plan prepare_cuda(int device) {
     BackwardProblem problem = problem_;
     if (conv_) problem.conv = &*conv_;
-    cuda_ = prepare_backward_on_cuda(chain_, problem, device);
+    cuda_ = prepare_on_cuda(chain_, problem, device);
     return cuda_->plan;
   }
 
   void on_cuda(const std::vector<uintptr_t>& pointers, const std::vector<uintptr_t>& gradients,
                uintptr_t grad_v, uintptr_t workspace, uintptr_t stream) const {
-    const CudaBackward& cuda = prepared(cuda_);
+    const CudaRun<BackwardProblem>& cuda = prepared(cuda_);
     run(tensors_.places(pointers), gradients_.places(gradients), grad_v,
         [&](const BackwardProblem& problem) { cuda.run(problem, pointer(workspace), pointer(stream)); });
   }
@@ -268,7 +268,7 @@ class Backward {
   Named tensors_;
   Named gradients_;
   std::optional<ConvBackward> conv_;
-  std::optional<CudaBackward> cuda_;
+  std::optional<CudaRun<BackwardProblem>> cuda_;
   BackwardProblem problem_{};
 };
 
@@ -300,11 +300,11 @@ Plan plan_for_card(const PyForm& input, const PyConv& conv, const PyForm& output
   Problem problem{to_tensor(input), &own, {}, to_tensor(output)};
   for (int d = 0; d < 2; ++d) problem.arguments.pool[d] = pool ? (*pool)[d] : 1;
   const auto& [capability, multiprocessors, shared_bytes] = card;
-  const cuda::ConvSource source = capability < 80    ? cuda::ConvSource::kNone
-                                  : capability == 90 ? cuda::ConvSource::kSm90a
-                                                     : cuda::ConvSource::kSm80;
+  const Instructions instructions = capability < 80    ? Instructions::kNone
+                                    : capability == 90 ? Instructions::kSm90a
+                                                       : Instructions::kSm80;
   return told(cuda::plan_conv(problem, {pool.has_value(), waits_for_norms},
-                              {capability, multiprocessors, shared_bytes, capability >= 90, source}));
+                              {capability, multiprocessors, shared_bytes, capability >= 90, instructions}));
 }
 
 std::map<std::string, std::string> build_info() {

@@ -13,10 +13,10 @@ using namespace fusedconv::cuda;
 
 namespace {
 
-constexpr Card kCards[] = {{75, 40, 65536, false, ConvSource::kNone},
-                           {80, 108, 166912, false, ConvSource::kSm80},
-                           {86, 84, 101376, false, ConvSource::kSm80},
-                           {90, 132, 232448, true, ConvSource::kSm90a}};
+constexpr Card kCards[] = {{75, 40, 65536, false, Instructions::kNone},
+                           {80, 108, 166912, false, Instructions::kSm80},
+                           {86, 84, 101376, false, Instructions::kSm80},
+                           {90, 132, 232448, true, Instructions::kSm90a}};
 // Those of the chains in csrc/cuda/host/chains, and of a logsumexp without a norm.
 constexpr BackwardTraits kChains[] = {
     {true, false, false, false, false, 1}, {false, false, false, false, true, 3},

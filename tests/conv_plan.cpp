@@ -18,11 +18,11 @@ using namespace fusedconv::cuda;
 
 namespace {
 
-constexpr Card kCards[] = {{75, 40, 65536, false, ConvSource::kNone},
-                           {80, 108, 166912, false, ConvSource::kSm80},
-                           {86, 84, 101376, false, ConvSource::kSm80},
-                           {90, 132, 232448, true, ConvSource::kSm90a},
-                           {120, 84, 101376, true, ConvSource::kSm80}};
+constexpr Card kCards[] = {{75, 40, 65536, false, Instructions::kNone},
+                           {80, 108, 166912, false, Instructions::kSm80},
+                           {86, 84, 101376, false, Instructions::kSm80},
+                           {90, 132, 232448, true, Instructions::kSm90a},
+                           {120, 84, 101376, true, Instructions::kSm80}};
 constexpr const char* kSources[] = {"", "best", "SM_90a", "sm_80", "none"};
 constexpr int64_t kMost = 2147483647;  // of a stride, a padding or a dilation, as chains.py has it
 
@@ -162,7 +162,7 @@ int main(int, char** arguments) {
     const char* fault = nullptr;
     try {
       const ConvPlan plan = call.plan();
-      const bool is_ours = plan.source != ConvSource::kNone;
+      const bool is_ours = plan.instructions != Instructions::kNone;
       ++(is_ours ? ours : two_step);
       if (is_ours) fault = fault_of(call, plan);
     } catch (const std::overflow_error&) {

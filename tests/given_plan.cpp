@@ -26,11 +26,11 @@ constexpr Kind kKinds[] = {{"norm", true, false, false},
                            {"norm, pool", true, true, false},
                            {"norm, logsumexp", true, false, true},
                            {"no norm", false, false, false}};
-constexpr Card kCards[] = {{75, 40, 65536, false, ConvSource::kNone},
-                           {80, 108, 166912, false, ConvSource::kSm80},
-                           {86, 84, 101376, false, ConvSource::kSm80},
-                           {90, 132, 232448, true, ConvSource::kSm90a},
-                           {120, 84, 101376, true, ConvSource::kSm80}};
+constexpr Card kCards[] = {{75, 40, 65536, false, Instructions::kNone},
+                           {80, 108, 166912, false, Instructions::kSm80},
+                           {86, 84, 101376, false, Instructions::kSm80},
+                           {90, 132, 232448, true, Instructions::kSm90a},
+                           {120, 84, 101376, true, Instructions::kSm80}};
 
 std::mt19937 random_bits(1);
 

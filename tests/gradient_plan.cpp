@@ -11,9 +11,9 @@ using namespace fusedconv::cuda;
 
 namespace {
 
-constexpr Card kCards[] = {{80, 108, 166912, false, ConvSource::kSm80},
-                           {86, 84, 101376, false, ConvSource::kSm80},
-                           {90, 132, 232448, true, ConvSource::kSm90a}};
+constexpr Card kCards[] = {{80, 108, 166912, false, Instructions::kSm80},
+                           {86, 84, 101376, false, Instructions::kSm80},
+                           {90, 132, 232448, true, Instructions::kSm90a}};
 
 std::mt19937 random_bits(1);
 

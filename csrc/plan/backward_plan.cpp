@@ -12,7 +12,7 @@ BackwardPlan leave_to_pytorch(Reason reason) { return {Path::kTwoStep, reason}; 
 
 // By our conv if that runs.
 BackwardPlan recompute(const ConvPlan& conv) {
-  return {conv.source == ConvSource::kNone ? Path::kTwoStep : Path::kDirect, conv.reason, conv};
+  return {conv.instructions == Instructions::kNone ? Path::kTwoStep : Path::kDirect, conv.reason, conv};
 }
 
 // Why the kernels of a conv's gradients do not serve; empty if they do.
@@ -23,7 +23,7 @@ std::optional<Reason> reason_against_gradients(const BackwardProblem& problem, c
   const Conv& conv = problem.conv->conv;
   if (conv.groups != 1) return Reason::kGroups;
   if (dtype == DType::kFloat64) return Reason::kFloat64;
-  if (card.source == ConvSource::kNone) return Reason::kNoKernels;
+  if (card.instructions == Instructions::kNone) return Reason::kNoKernels;
   for (int d = 0; d < 2; ++d) {
     const int64_t kernel = conv.weight.size[2 + d];
     if (conv.stride[d] != 1) return Reason::kStride;

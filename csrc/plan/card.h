@@ -1,20 +1,19 @@
 // What plans need to know about a card, and about an architecture: one row each.
 #pragma once
 
+#include "plan.h"
+
 namespace fusedconv {
 namespace cuda {
 
 constexpr int kLineBytes = 128;  // of memory
 
-// By which instructions our conv multiplies: mma.sync, or wgmma; or there is none.
-enum class ConvSource { kNone, kSm80, kSm90a };
-
 struct Card {
   int capability;  // 90 for compute capability 9.0; an older one's, if it runs the code of that
   int multiprocessors;
-  int shared_bytes;       // of shared memory, at most, for one block
-  bool overlaps_kernels;  // a kernel may start while the one before it ends, also in a captured graph
-  ConvSource source;      // of the code that it runs
+  int shared_bytes;           // of shared memory, at most, for one block
+  bool overlaps_kernels;      // a kernel may start while the one before it ends, also in a captured graph
+  Instructions instructions;  // of convs, in the code that it runs
 };
 
 // What kernels of an architecture have, and where they are the faster ones: measured, see bench/NOTES.md. As
@@ -33,12 +32,12 @@ struct Architecture {
   int few_tiles;
 };
 
-constexpr Architecture kSm80{128, false, 64, 1200, 600, false, 4};
-constexpr Architecture kSm90a{256, true, 64, 1200, 600, true, 4};
+constexpr Architecture kMmaSync{128, false, 64, 1200, 600, false, 4};
+constexpr Architecture kWgmma{256, true, 64, 1200, 600, true, 4};
 
 // Thresholds for cards without kernels of a conv are sm_80's.
-inline const Architecture& architecture_of(ConvSource source) {
-  return source == ConvSource::kSm90a ? kSm90a : kSm80;
+inline const Architecture& architecture_of(Instructions instructions) {
+  return instructions == Instructions::kSm90a ? kWgmma : kMmaSync;
 }
 
 }  // namespace cuda

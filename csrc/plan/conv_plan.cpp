@@ -92,11 +92,11 @@ bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card)
 bool may_reside(const ConvPlan& plan, const Card& card) {
   const ConvTiling& t = plan.tiling;
   const bool folds = plan.parts == 2 && t.half_steps / 2 > kMostSumSteps;
-  return architecture_of(plan.source).keeps_samples && t.row_blocks == 1 && t.chunks == 1 && !folds &&
+  return architecture_of(plan.instructions).keeps_samples && t.row_blocks == 1 && t.chunks == 1 && !folds &&
          tiles_per_sample(t) <= kGroups * card.multiprocessors;
 }
 
-ConvPlan two_steps(Reason reason) { return {ConvSource::kNone, reason}; }
+ConvPlan two_steps(Reason reason) { return {Instructions::kNone, reason}; }
 
 }  // namespace
 
@@ -114,11 +114,11 @@ std::string asked_source() {
 ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& card) {
   if (const auto reason = reason_against(problem)) return two_steps(*reason);
   const std::string asked = asked_source();
-  const ConvSource source = asked == "none" ? ConvSource::kNone : card.source;
-  const Architecture& architecture = architecture_of(source);
+  const Instructions instructions = asked == "none" ? Instructions::kNone : card.instructions;
+  const Architecture& architecture = architecture_of(instructions);
   if (asked.empty() && is_slower(problem, chain, architecture)) return two_steps(Reason::kManyProducts);
-  if (source == ConvSource::kNone) return two_steps(Reason::kNoKernels);
-  ConvPlan plan{source, Reason::kTiles, {}, parts_of(problem)};
+  if (instructions == Instructions::kNone) return two_steps(Reason::kNoKernels);
+  ConvPlan plan{instructions, Reason::kTiles, {}, parts_of(problem)};
   const ConvCutter cutter(problem, architecture.columns, plan.parts, chain, card);
   ConvTiling& t = plan.tiling;
   if (!cutter.cut_into_tiles(t)) return two_steps(Reason::kSharedMemory);
@@ -134,12 +134,10 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
 }
 
 Plan told(const ConvPlan& plan) {
-  if (plan.source == ConvSource::kNone) return {Path::kTwoStep, Instructions::kNone, {{plan.reason}}};
+  if (plan.instructions == Instructions::kNone) return {Path::kTwoStep, Instructions::kNone, {{plan.reason}}};
   const ConvTiling& t = plan.tiling;
-  const Instructions instructions =
-      plan.source == ConvSource::kSm90a ? Instructions::kSm90a : Instructions::kSm80;
   Plan told{Path::kDirect,
-            instructions,
+            plan.instructions,
             {{plan.reason,
               {t.tile_rows, t.tile_cols, t.stack, t.chunks, t.blocks_per_chunk * t.unit_channels,
                t.kernel_rows, kGroups * t.stages, t.shared_bytes}}}};

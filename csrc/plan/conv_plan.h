@@ -14,8 +14,8 @@ namespace fusedconv {
 namespace cuda {
 
 struct ConvPlan {
-  ConvSource source = ConvSource::kNone;
-  Reason reason = Reason::kNoKernels;  // for which there is no source
+  Instructions instructions = Instructions::kNone;
+  Reason reason = Reason::kNoKernels;  // for which there are none
   ConvTiling tiling{};
   int parts = 0;             // of the operands: see cuda/device/split.cuh
   bool is_resident = false;  // samples stay in shared memory until their statistics are known
@@ -28,8 +28,8 @@ struct ChainShape {
   bool keeps_places = false;  // of the pool's values
 };
 
-// Which source FUSEDCONV_CUDA_SOURCE asks for, by which tests choose it; empty: the best for the card, where
-// it is the faster path. Throws std::invalid_argument for a name that is none.
+// Whose instructions FUSEDCONV_CUDA_SOURCE asks for, by which tests choose it; empty: the best for the card,
+// where it is the faster path. Throws std::invalid_argument for a name that is none.
 std::string asked_source();
 
 // Throws std::overflow_error where sizes are beyond what can be computed: the conv is PyTorch's then.

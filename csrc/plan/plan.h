@@ -16,7 +16,8 @@ enum class Path {
   kPlain     // PyTorch's operators only
 };
 
-// That our conv is made of.
+// That our conv is made of; kNone: it is PyTorch's, or there is none. kSm80 multiplies by mma.sync, kSm90a by
+// wgmma.
 enum class Instructions { kNone, kBaseline, kAvx2, kAvx512, kSm80, kSm90a };
 
 struct Plan {

@@ -23,7 +23,7 @@ class PackedBackwardRun {
         workspace_(memory),
         v_(workspace_.take<float>(Checked(element_count(problem.v) / problem.v.size[0]) * plan.step_samples)),
         conv_workspace_(workspace_.take<char>(
-            conv_output_workspace(cuda::conv_problem(problem, 0, plan.step_samples), plan.conv, card))),
+            ConvOutput::workspace(cuda::conv_problem(problem, 0, plan.step_samples), plan.conv, card))),
         chain_(problem, plan.steps, workspace_, card),
         gradients_(problem, plan.gradients, workspace_) {}
 
@@ -45,7 +45,7 @@ class PackedBackwardRun {
   cudaError_t launch_step(int64_t first, int64_t samples, cudaStream_t stream) const {
     Problem conv = cuda::conv_problem(problem_, first, samples);
     conv.output.data = v_;
-    if (const cudaError_t status = launch_conv_output(conv, plan_.conv, conv_workspace_, card_, stream))
+    if (const cudaError_t status = ConvOutput::launch(conv, plan_.conv, conv_workspace_, card_, stream))
       return status;
     if (const cudaError_t status = chain_.launch_packed_step(first, samples, v_, gradients_.grads(), stream))
       return status;

@@ -174,14 +174,6 @@ __device__ inline bool products_are_right(const ConvProblem& p, const Tile& tile
   return !rows.are_wide() || !any_of_threads(barrier, kGroupThreads, loses_digits(p, tile, rows, exponent));
 }
 
-// Puts the conv's output in place of a tile's accumulators, by plain arithmetic.
-__device__ inline void recompute_tile(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
-                                      float (&d)[kColumns / 2], uint8_t* staging, int barrier) {
-  sync_threads(barrier, kGroupThreads);  // other threads' sums of chunks may stand in the same memory
-  recompute(p, tile, rows, d, reinterpret_cast<float*>(staging));
-  sync_threads(barrier, kGroupThreads);  // and what a pass writes next
-}
-
 template <class Mode, class Pass>
 __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group, int items) {
   const ConvTiling& t = p.tiling;
@@ -228,7 +220,7 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
     if (is_right) {
       scaling = scaling_of<Mode>(d, rows, exponent);
     } else {
-      recompute_tile(p, tile, rows, d, s.staging, barrier);
+      recompute(p, tile, rows, d, reinterpret_cast<float*>(s.staging), barrier);
     }
     pass.finish(Fragment(t, tile, rows, d, scaling));
   }

@@ -1,6 +1,7 @@
 // What a thread of those that multiply has of a tile: two rows of accumulators, in half of the columns.
 #pragma once
 
+#include "cuda/device/barriers.cuh"
 #include "cuda/device/plain_conv.cuh"
 #include "cuda/device/split.cuh"
 #include "products.cuh"
@@ -113,9 +114,11 @@ __device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, cons
   return loses;
 }
 
-// Puts the conv's output in place of a thread's accumulators, by way of memory, as registers have no index.
+// Puts the conv's output, by plain arithmetic, in place of a thread's accumulators: by way of memory, as
+// registers have no index.
 __device__ inline void recompute(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
-                                 float (&d)[kColumns / 2], float* staging) {
+                                 float (&d)[kColumns / 2], float* staging, int barrier) {
+  sync_threads(barrier, kGroupThreads);  // other threads' sums of chunks may stand in the same memory
   const ConvTiling& t = p.tiling;
   const ConvTaps taps{{t.padding[0], t.padding[1]}, {t.dilation[0], t.dilation[1]}};
   float* own = staging + threadIdx.x % kGroupThreads;
@@ -132,6 +135,7 @@ __device__ inline void recompute(const ConvProblem& p, const Tile& tile, const T
   }
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) d[i] = own[i * kGroupThreads];
+  sync_threads(barrier, kGroupThreads);  // and what a pass writes next
 }
 
 // From a thread's two rows of accumulators to the conv's output: v = d * factor + bias. The factor undoes the

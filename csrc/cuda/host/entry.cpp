@@ -50,7 +50,7 @@ struct Device {
 cuda::Card card_of(int device, const cuda::Image& image, int capability, int architecture) {
   return {std::min(capability, architecture), attribute_of(device, cudaDevAttrMultiProcessorCount),
           attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin), overlaps_kernels(architecture),
-          image.source};
+          image.instructions};
 }
 
 // Whether an error says that an image has no code for a device: then another one may.
@@ -60,22 +60,13 @@ bool has_no_code(cudaError_t status) {
          status == cudaErrorUnsupportedPtxVersion;
 }
 
-std::string describe(int device) {
-  int major = 0;
-  int minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
-         std::to_string(minor);
-}
-
 // The best image that the current device runs; sm_80 can be asked for where there is a better one.
 Device find_device(int device, const std::string& asked) {
   const RelaxedCapture relaxed;
   const int capability = 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
                          attribute_of(device, cudaDevAttrComputeCapabilityMinor);
   for (const cuda::Image* image : cuda::kImages) {
-    if (asked == "sm_80" && image->source == cuda::ConvSource::kSm90a) continue;
+    if (asked == "sm_80" && image->instructions == Instructions::kSm90a) continue;
     if (capability < image->first_capability || capability > image->last_capability) continue;
     int architecture = 0;
     const cudaError_t status = image->find_architecture(architecture);
@@ -83,7 +74,9 @@ Device find_device(int device, const std::string& asked) {
     if (!has_no_code(status)) check_cuda(status, "cudaFuncGetAttributes");
     cudaGetLastError();  // the next launch must not report it
   }
-  throw std::runtime_error(describe(device) + ", fusedconv was built for " + cuda_architectures() +
+  throw std::runtime_error("device " + std::to_string(device) + " has compute capability " +
+                           std::to_string(capability / 10) + "." + std::to_string(capability % 10) +
+                           ", fusedconv was built for " + cuda_architectures() +
                            (asked.empty() ? "" : ", and FUSEDCONV_CUDA_SOURCE is " + asked));
 }
 
@@ -154,11 +147,35 @@ auto unless_too_large(const Prepare& prepare) -> decltype(prepare()) {
   }
 }
 
-const Device& device_for(const std::string& name, int device) {
-  return naming(name, [&]() -> const Device& {
+// A chain's kernels for a device, and by which name errors call what they are asked for.
+struct Target {
+  std::string name;
+  int device;
+  const cuda::Card& card;  // of static storage, as the kernels are
+  const cuda::Kernel& kernel;
+};
+
+Target find_target(const std::string& name, const std::string& chain, int device) {
+  const Device& on = naming(name, [&]() -> const Device& {
     const ContextGuard guard(device);
     return device_of(device);
   });
+  return {name, device, on.card, find_kernel(*on.image, chain)};
+}
+
+// launch: the kernel's, of a plan of which `told` is what there is to tell.
+template <class AnyProblem, class AnyPlan>
+CudaRun<AnyProblem> prepared(const Target& target, const Plan& told, const AnyPlan& plan,
+                             cudaError_t (*launch)(const AnyProblem&, const AnyPlan&, void*,
+                                                   const cuda::Card&, cudaStream_t)) {
+  if (!told.is_ours()) return {told, {}};
+  return {told, [target, plan, launch](const AnyProblem& pointers, void* workspace, void* stream) {
+            naming(target.name, [&] {
+              const ContextGuard guard(target.device);
+              check_cuda(launch(pointers, plan, workspace, target.card, static_cast<cudaStream_t>(stream)),
+                         "launch");
+            });
+          }};
 }
 
 }  // namespace
@@ -180,50 +197,30 @@ std::string cuda_status(int device) {
   return reason;
 }
 
-CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device) {
+CudaRun<Problem> prepare_on_cuda(const std::string& chain, const Problem& problem, int device) {
   const bool has_conv = problem.conv != nullptr;
-  const std::string name = (has_conv ? "conv2d_" : "") + chain;
-  const Device& on = device_for(name, device);
-  const cuda::Kernel& kernel = find_kernel(*on.image, chain);
-  const cuda::Card& card = on.card;  // of static storage
-  const auto prepare = [&]() -> CudaLaunch {
-    const cuda::ConvPlan plan = has_conv ? kernel.plan(problem, card) : cuda::ConvPlan{};
+  const Target target = find_target((has_conv ? "conv2d_" : "") + chain, chain, device);
+  const cuda::Kernel& kernel = target.kernel;
+  const auto prepare = [&] {
+    const cuda::ConvPlan plan =
+        has_conv ? cuda::plan_conv(problem, kernel.shape, target.card) : cuda::ConvPlan{};
     Plan told = has_conv ? cuda::told(plan) : Plan{Path::kChain};
-    if (!told.is_ours()) return {told, {}};
-    told.workspace = kernel.workspace(problem, plan, card);
-    const auto run = [name, &kernel, &card, plan, device](const Problem& pointers, void* workspace,
-                                                          void* stream) {
-      naming(name, [&] {
-        const ContextGuard guard(device);
-        check_cuda(kernel.launch(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)),
-                   "launch");
-      });
-    };
-    return {told, run};
+    if (told.is_ours()) told.workspace = kernel.workspace(problem, plan, target.card);
+    return prepared(target, told, plan, kernel.launch);
   };
-  return has_conv ? unless_too_large(prepare) : naming(name, prepare);
+  return has_conv ? unless_too_large(prepare) : naming(target.name, prepare);
 }
 
-CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardProblem& problem, int device) {
-  const std::string name = (problem.conv != nullptr ? "conv2d_" : "") + chain + " backward";
-  const Device& on = device_for(name, device);
-  const cuda::Kernel& kernel = find_kernel(*on.image, chain);
-  const cuda::Card& card = on.card;  // of static storage
+CudaRun<BackwardProblem> prepare_on_cuda(const std::string& chain, const BackwardProblem& problem,
+                                         int device) {
+  const Target target =
+      find_target((problem.conv != nullptr ? "conv2d_" : "") + chain + " backward", chain, device);
+  const cuda::Kernel& kernel = target.kernel;
   if (kernel.plan_backward == nullptr)
     throw std::invalid_argument("fusedconv: chain '" + chain + "' has no backward on CUDA");
-  return unless_too_large([&]() -> CudaBackward {
-    const cuda::BackwardPlan plan = kernel.plan_backward(problem, card);
-    const Plan told = cuda::told(plan);
-    if (!told.is_ours()) return {told, {}};
-    const auto run = [name, &kernel, &card, plan, device](const BackwardProblem& pointers, void* workspace,
-                                                          void* stream) {
-      naming(name, [&] {
-        const ContextGuard guard(device);
-        check_cuda(kernel.launch_backward(pointers, plan, workspace, card, static_cast<cudaStream_t>(stream)),
-                   "launch");
-      });
-    };
-    return {told, run};
+  return unless_too_large([&] {
+    const cuda::BackwardPlan plan = kernel.plan_backward(problem, target.card);
+    return prepared(target, cuda::told(plan), plan, kernel.launch_backward);
   });
 }
 

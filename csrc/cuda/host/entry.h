@@ -19,24 +19,20 @@ void check_cuda_source();
 // Empty if the device can run this build's kernels, else the reason.
 std::string cuda_status(int device);
 
-// A chain that is ready to run on one device, for problems that differ in their pointers only.
-struct CudaLaunch {
+// A chain, or its backward, that is ready to run on one device, for problems that differ in their pointers
+// only.
+template <class AnyProblem>
+struct CudaRun {
   Plan plan;
   // Queues it on a stream; empty where the conv is left to PyTorch.
-  std::function<void(const Problem& problem, void* workspace, void* stream)> run;
+  std::function<void(const AnyProblem& problem, void* workspace, void* stream)> run;
 };
 
 // Throws std::invalid_argument for a chain without a kernel. Where CUDA fails, here or in a run, and where a
 // given tensor's sizes are beyond what can be computed, std::runtime_error names the operator and says why.
-CudaLaunch prepare_on_cuda(const std::string& chain, const Problem& problem, int device);
-
-// The same for backward. Where the conv is left to PyTorch, v must be given; there may be no kernel even
-// then.
-struct CudaBackward {
-  Plan plan;
-  std::function<void(const BackwardProblem& problem, void* workspace, void* stream)> run;
-};
-
-CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardProblem& problem, int device);
+CudaRun<Problem> prepare_on_cuda(const std::string& chain, const Problem& problem, int device);
+// Where the conv is left to PyTorch, v must be given; there may be no kernel even then.
+CudaRun<BackwardProblem> prepare_on_cuda(const std::string& chain, const BackwardProblem& problem,
+                                         int device);
 
 }  // namespace fusedconv

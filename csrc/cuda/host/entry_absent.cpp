@@ -10,11 +10,11 @@ std::vector<std::string> cuda_chains() { return {}; }
 void check_cuda_source() {}
 std::string cuda_status(int) { return "fusedconv was built without CUDA"; }
 
-CudaLaunch prepare_on_cuda(const std::string& chain, const Problem&, int) {
+CudaRun<Problem> prepare_on_cuda(const std::string& chain, const Problem&, int) {
   throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "': built without CUDA");
 }
 
-CudaBackward prepare_backward_on_cuda(const std::string& chain, const BackwardProblem&, int) {
+CudaRun<BackwardProblem> prepare_on_cuda(const std::string& chain, const BackwardProblem&, int) {
   throw std::invalid_argument("fusedconv: no CUDA kernel for chain '" + chain + "': built without CUDA");
 }
 

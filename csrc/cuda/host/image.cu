@@ -33,11 +33,11 @@ const cuda::Kernel* find_kernel(const std::string& chain) {
 
 extern const cuda::Image image;
 #if defined(FUSEDCONV_SM90A)
-const cuda::Image image{"sm_90a", cuda::ConvSource::kSm90a, 90, 90, find_architecture, find_kernel};
+const cuda::Image image{Instructions::kSm90a, 90, 90, find_architecture, find_kernel};
 #elif defined(FUSEDCONV_GIVEN_ONLY)
-const cuda::Image image{"sm_75", cuda::ConvSource::kNone, 75, kAnyLater, find_architecture, find_kernel};
+const cuda::Image image{Instructions::kNone, 75, kAnyLater, find_architecture, find_kernel};
 #else
-const cuda::Image image{"sm_80", cuda::ConvSource::kSm80, 80, kAnyLater, find_architecture, find_kernel};
+const cuda::Image image{Instructions::kSm80, 80, kAnyLater, find_architecture, find_kernel};
 #endif
 
 }  // namespace FUSEDCONV_TARGET

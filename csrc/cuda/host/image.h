@@ -13,8 +13,7 @@ namespace fusedconv {
 namespace cuda {
 
 struct Image {
-  const char* name;
-  ConvSource source;
+  Instructions instructions;  // of convs
   // Devices that may run it, by their compute capability.
   int first_capability, last_capability;
   // For which architecture those of its kernels were compiled that the current device runs, such as 90; an

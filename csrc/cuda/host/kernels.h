@@ -12,8 +12,7 @@ namespace fusedconv {
 namespace cuda {
 
 struct Kernel {
-  // How a problem with a conv runs.
-  ConvPlan (*plan)(const Problem& problem, const Card& card);
+  ChainShape shape;  // by which a problem with a conv is planned
   // Bytes of memory that a launch wants; its address must be a multiple of 256. The plan is for a conv.
   size_t (*workspace)(const Problem& problem, const ConvPlan& plan, const Card& card);
   // Queues the chain on a stream of the current device; the status is the launch's.

@@ -19,11 +19,8 @@ constexpr bool kImageHasConvs = true;
 template <class Chain, bool kFollowsConv>
 struct RunChain {
   static constexpr bool kHasConv = kFollowsConv && kImageHasConvs;
+  static constexpr cuda::ChainShape kShape = chain_shape<Chain>();
   using Backward = ChainBackward<Chain, kHasConv>;
-
-  static cuda::ConvPlan plan(const Problem& problem, const cuda::Card& card) {
-    return cuda::plan_conv(problem, chain_shape<Chain>(), card);
-  }
 
   static size_t workspace(const Problem& problem, const cuda::ConvPlan& plan, const cuda::Card& card) {
     if constexpr (kHasConv) {
@@ -55,7 +52,7 @@ struct RunChain {
   namespace fusedconv {                                                                           \
   inline namespace FUSEDCONV_TARGET {                                                             \
   using Run = RunChain<__VA_ARGS__>;                                                              \
-  const cuda::Kernel chain_kernels::name{Run::plan,           Run::workspace,        Run::launch, \
+  const cuda::Kernel chain_kernels::name{Run::kShape,         Run::workspace,        Run::launch, \
                                          Run::Backward::plan, Run::Backward::launch, Run::load};  \
   }                                                                                               \
   }

@@ -29,10 +29,6 @@ struct ConvChain {
   static constexpr bool kMayReside = false;
 #endif
 
-  static ConvPlan plan(const Problem& problem, const Card& card) {
-    return cuda::plan_conv(problem, chain_shape<Chain>(), card);
-  }
-
   // As a Kernel has it: the plan knows the card.
   static size_t workspace(const Problem& problem, const ConvPlan& plan, const Card&) {
     return conv_problem(problem, plan, nullptr).second;
@@ -54,7 +50,7 @@ struct ConvChain {
     if constexpr (Chain::kNeedsStatistics) {
       if (const cudaError_t status = load_statistics()) return status;
     }
-    if constexpr (kPools) return load_pointwise<Chain>();
+    if constexpr (kPools) return load_kernel(pooled_pointwise<Chain>);
     return cudaSuccess;
   }
 

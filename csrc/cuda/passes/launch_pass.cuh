@@ -12,7 +12,6 @@ inline namespace FUSEDCONV_TARGET {
 
 using cuda::Card;
 using cuda::ConvPlan;
-using cuda::ConvSource;
 
 // With memory for what every pass takes.
 inline ConvProblem packed_problem(const Problem& problem, const ConvPlan& plan, Workspace& workspace) {
@@ -56,6 +55,17 @@ cudaError_t load_pass(const Card& card) {
   return cudaFuncSetAttribute(conv_kernel<Mode, Pass>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               card.shared_bytes);
 }
+
+// Pass<Mode> of each mode, which several chains take: so that it is compiled once, shared_passes.cu has it,
+// and to others it is extern.
+#define FUSEDCONV_SHARED_PASS_OF(qualifier, Pass, Mode)                                         \
+  qualifier template cudaError_t launch_pass<Mode, Pass<Mode>>(const ConvProblem&, const Card&, \
+                                                               cudaStream_t);                   \
+  qualifier template cudaError_t load_pass<Mode, Pass<Mode>>(const Card&);
+#define FUSEDCONV_SHARED_PASS(qualifier, Pass)           \
+  FUSEDCONV_SHARED_PASS_OF(qualifier, Pass, SplitHalves) \
+  FUSEDCONV_SHARED_PASS_OF(qualifier, Pass, Halves)      \
+  FUSEDCONV_SHARED_PASS_OF(qualifier, Pass, BFloat16s)
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

@@ -26,15 +26,10 @@ class MomentsPass : public PassBase {
   ThreadChannels<kReadChannel<Pre>> channels_;
 };
 
-// That of v itself serves several chains: moments.cu has it.
-#define FUSEDCONV_MOMENTS_OF_V(qualifier, Mode)                                                              \
-  qualifier template cudaError_t launch_pass<Mode, MomentsPass<Sequence<>>>(const ConvProblem&, const Card&, \
-                                                                            cudaStream_t);                   \
-  qualifier template cudaError_t load_pass<Mode, MomentsPass<Sequence<>>>(const Card&);
-
-FUSEDCONV_MOMENTS_OF_V(extern, SplitHalves)
-FUSEDCONV_MOMENTS_OF_V(extern, Halves)
-FUSEDCONV_MOMENTS_OF_V(extern, BFloat16s)
+// Those of v itself.
+template <class>
+using MomentsOfV = MomentsPass<Sequence<>>;
+FUSEDCONV_SHARED_PASS(extern, MomentsOfV)
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

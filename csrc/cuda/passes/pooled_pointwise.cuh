@@ -73,11 +73,5 @@ cudaError_t launch_pointwise(const ConvProblem& p, bool overlaps, cudaStream_t s
                        blocks_per_plane);
 }
 
-// Loads its kernel onto the current device.
-template <class Chain>
-cudaError_t load_pointwise() {
-  return load_kernel(pooled_pointwise<Chain>);
-}
-
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

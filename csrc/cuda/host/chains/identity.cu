@@ -8,24 +8,13 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 #ifdef FUSEDCONV_GIVEN_ONLY
-namespace {
-
-// The plan says that PyTorch's conv runs.
-cuda::ConvPlan plan_conv_output(const Problem& problem, const cuda::Card& card) {
-  return cuda::plan_conv(problem, {}, card);
-}
-size_t conv_output_workspace(const Problem&, const cuda::ConvPlan&, const cuda::Card&) { return 0; }
-cudaError_t launch_conv_output(const Problem&, const cuda::ConvPlan&, void*, const cuda::Card&,
-                               cudaStream_t) {
-  return cudaErrorInvalidValue;
-}
-cudaError_t load_conv_output(const cuda::Card&) { return cudaSuccess; }
-
-}  // namespace
+// Plans say that PyTorch's conv runs.
+const cuda::Kernel chain_kernels::identity{{},      nullptr, nullptr,
+                                           nullptr, nullptr, [](const cuda::Card&) { return cudaSuccess; }};
+#else
+const cuda::Kernel chain_kernels::identity{{},      ConvOutput::workspace, ConvOutput::launch, nullptr,
+                                           nullptr, ConvOutput::load};
 #endif
-
-const cuda::Kernel chain_kernels::identity{
-    plan_conv_output, conv_output_workspace, launch_conv_output, nullptr, nullptr, load_conv_output};
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

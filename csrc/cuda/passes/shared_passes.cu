@@ -1,11 +1,11 @@
+#include "conv_output.cuh"
 #include "moments.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-FUSEDCONV_MOMENTS_OF_V(, SplitHalves)
-FUSEDCONV_MOMENTS_OF_V(, Halves)
-FUSEDCONV_MOMENTS_OF_V(, BFloat16s)
+FUSEDCONV_SHARED_PASS(, MomentsOfV)
+FUSEDCONV_SHARED_PASS(, StoreV)
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv
