@@ -1,6 +1,8 @@
 // What becomes of the pointwise results: all are stored, or a window or a pixel's channels reduce to one.
 #pragma once
 
+#include <type_traits>
+
 #include "math.h"
 #include "target.h"
 
@@ -27,6 +29,10 @@ struct ChannelLogSumExp {
   static constexpr bool kPools = false;
   static constexpr bool kReducesChannels = true;
 };
+
+// For those who would take any other reduction of channels for it to assert.
+template <class Reduce>
+constexpr bool kIsLogSumExp = std::is_same_v<Reduce, ChannelLogSumExp>;
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

@@ -86,6 +86,7 @@ constexpr int64_t kSpreadPixels = 256;
 template <class Chain, class T>
 void spread_over_channels(const T* v, const T* grad, T* spread, int64_t plane, int64_t pixels,
                           int64_t channel_count, const Channel<T>* channels) {
+  static_assert(kIsLogSumExp<typename Chain::Reduce>);
   const Vector<T> infinity = Vector<T>{} + T(__builtin_inf());
   T most[kSpreadPixels];
   T sum[kSpreadPixels];

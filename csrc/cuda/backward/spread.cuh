@@ -36,6 +36,7 @@ __device__ inline int place_in_window(const PoolShape& pool, int row, int col) {
 // The gradient of a logsumexp's argument x is exp(x - most) * this, where sum is that of all exp(x - most).
 template <class Chain, class T>
 __device__ T softmax_factor(T grad, T most, T sum, const Arguments& arguments) {
+  static_assert(kIsLogSumExp<typename Chain::Reduce>);
   Gradients<T> none{};
   const T y = most + log(sum);
   return Chain::Final::vjp(grad, y, y, make_channel<T>(arguments, 0), none) * reciprocal(sum);

@@ -160,12 +160,16 @@ class Fragment {
 
   // One of them, which writes what they found together.
   __device__ static bool is_writer() { return threadIdx.x % kRowThreads == 0; }
-  // Each gets it.
+  // merge(x, y) of what all of them have: each gets it.
+  template <class T, class Merge>
+  __device__ static T merge_row(T x, const Merge& merge) {
+    static_assert(kRowThreads == 4);
+    x = merge(x, __shfl_xor_sync(~0u, x, 1));
+    return merge(x, __shfl_xor_sync(~0u, x, 2));
+  }
   template <class T>
   __device__ static T sum_of_row(T x) {
-    static_assert(kRowThreads == 4);
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
+    return merge_row(x, [](T a, T b) { return a + b; });
   }
 
  private:

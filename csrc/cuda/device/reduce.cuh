@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/pointwise.h"
+#include "core/reduce.h"
 #include "elements.cuh"
 #include "warp.cuh"
 
@@ -112,6 +113,7 @@ struct ReducingThread {
   // channels: 0 where there is no pixel.
   template <class Chain, int kChannels, int kPixels, class T, class Index, class Values>
   __device__ void logsumexp(T (&result)[kPixels], Index channels, const Values& values) const {
+    static_assert(kIsLogSumExp<typename Chain::Reduce>);
     LogSumExp<T> sums[kPixels];
     add_channels<32 / sizeof(T), kPixels, kChannels>(sums, Index(channel) * kChannels,
                                                      Index(lanes) * kChannels, channels, values);

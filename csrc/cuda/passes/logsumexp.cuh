@@ -11,6 +11,8 @@ inline namespace FUSEDCONV_TARGET {
 // Reduces the channels of a pixel.
 template <class Chain, class Mode>
 class LogSumExpPass : public PassBase {
+  static_assert(kIsLogSumExp<typename Chain::Reduce>);
+
  public:
   static constexpr bool kAllRowBlocks = true;
   using PassBase::PassBase;

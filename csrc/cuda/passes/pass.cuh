@@ -1,26 +1,31 @@
 // What becomes of a conv's tiles is a pass's affair. Here are the contract, and what passes share.
 //
 // A pass is an object of one thread of a group of kGroupThreads, which works at one tile at a time
-// (cuda/conv/kernel.cuh); all threads of the group make the same calls, in this order:
+// (cuda/conv/kernel.cuh). All threads of the group make the same calls, with whole warps together:
 //
-//   Pass(problem, staging, carry, barrier)  once
+//   Pass(problem, staging, carry, barrier)  once, when what earlier kernels wrote can be read
 //   set_rows(rows)             before the first tile with these channels
 //   prepare(tile, rows)        before a tile's products: what is loaded here arrives while they are made
-//   before_staging()           before anybody writes to the staging memory: the pass waits there until nobody
-//                              reads from it what the last tile left
-//   finish(fragment)           with v. The pass sees it through the Fragment alone, never by registers
-//   end()                      once, after the last tile
+//   before_staging()           once or twice a tile, before anybody writes to the staging memory. When it
+//                              returns, no thread of the group nor the copy engine reads what the last tile
+//                              left there
+//   finish(fragment)           with v
+//   end()                      once, after the last tile, of which there may be none: all is written then
 //
 // On entry of finish() the values are the product's, scaled: v = value * factor + bias of their channel,
 // which unscale() makes them. Values that do not exist (beyond the map, or the last channel) are there too
-// and are anything. Staging memory (kRows rows of kStagingPitch floats) belongs to the pass from
-// before_staging() of its tile to before_staging() of the next; the carry memory (ConvTiling::carry_bytes)
-// always; both to the group alone. The tile it was given stays known until the group's next tile but one. A
-// pass writes nothing else but what it is for: parts of its own of the output, of moments, of sums. The
-// group's barrier is free in all of these calls.
+// and are anything. The pass sees them through the Fragment alone, may change them, and has done with them
+// when it returns. The Tile stays known until the group's next but one: a pass may finish it later.
+//
+// Memory, each of the group alone: staging (kRows rows of kStagingPitch floats) from finish() to the next
+// tile's before_staging(), in between it is the conv's; carry (ConvTiling::carry_bytes, which the plan knows
+// of: cuda::ChainShape) always, and nobody clears it. Whoever writes there and reads what others wrote has to
+// sync(). The group's barrier is free in all of these calls. Of global memory a pass writes nothing but what
+// it is for, places of its own of the output, of moments, of sums, and each of them once.
 //
 // kAllRowBlocks: a group gets all blocks of rows of a tile one after the other, not just one. kMayFold: sums
-// of chunks may stand in the staging memory while a tile's products are made.
+// of chunks may stand in the staging memory while a tile's products are made; a pass without it keeps there
+// what it likes until before_staging(), and serves no conv that would fold (plan/conv_plan.cpp).
 #pragma once
 
 #include "core/chain.h"

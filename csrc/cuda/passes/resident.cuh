@@ -166,6 +166,7 @@ class ResidentPass : public PassBase {
   // Two neighbouring lanes have two pixels, and half of the channels each: in turns of two, which lie in
   // other banks than the other lane's.
   __device__ void reduce(const Tile& tile) {
+    static_assert(kIsLogSumExp<typename Chain::Reduce>);
     constexpr int kBatch = 8;  // channels of a lane
     constexpr int kTurn = 2 * kBatch;
     const int channels = p_.tiling.out_channels;
