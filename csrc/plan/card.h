@@ -16,6 +16,10 @@ struct Card {
   Instructions instructions;  // of convs, in the code that it runs
 };
 
+// Whether kernels may overlap: they must have been compiled to wait for one another, and a captured graph
+// must know of it, which it does since CUDA 12.3.
+constexpr bool may_overlap(int architecture, int driver) { return architecture >= 90 && driver >= 12030; }
+
 // What kernels of an architecture have, and where they are the faster ones: measured, see bench/NOTES.md. As
 // it may not depend on the batch, with one that fills the card.
 struct Architecture {

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "channel_sums.cuh"
-#include "cuda/device/workspace.cuh"
 #include "findings.cuh"
+#include "plan/workspace.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

@@ -2,10 +2,10 @@
 // where that serves, else a few samples at a time. Reads from top to bottom.
 #pragma once
 
-#include "cuda/device/workspace.cuh"
 #include "cuda/gradients/conv_gradients.cuh"
-#include "cuda/passes/conv_output.cuh"
+#include "cuda/passes/conv_chain.cuh"
 #include "plan/backward_plan.h"
+#include "plan/workspace.h"
 #include "steps.cuh"
 
 namespace fusedconv {

@@ -17,6 +17,10 @@ struct WgmmaProducts {
   // follow 128 bytes on.
   static constexpr uint32_t kDescriptorHigh = 8 * cuda::kUnitBytes >> 4;
 
+// Eight of the accumulators.
+#define FUSEDCONV_ACCESS(access, i)                                                                       \
+  access(d[i]), access(d[i + 1]), access(d[i + 2]), access(d[i + 3]), access(d[i + 4]), access(d[i + 5]), \
+      access(d[i + 6]), access(d[i + 7])
 // access: how accumulators are used, "+f" or, where sums start, "=f".
 #define FUSEDCONV_WGMMA(types, access, keeps)                                                               \
   asm volatile("{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, " keeps                                      \
@@ -28,17 +32,9 @@ struct WgmmaProducts {
                "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
                "%56, %57, %58, %59, %60, %61, %62, %63"                                                     \
                "}, a, b, p, 1, 1, 0, 0; }"                                                                  \
-               : access(d[0]), access(d[1]), access(d[2]), access(d[3]), access(d[4]), access(d[5]),        \
-                 access(d[6]), access(d[7]), access(d[8]), access(d[9]), access(d[10]), access(d[11]),      \
-                 access(d[12]), access(d[13]), access(d[14]), access(d[15]), access(d[16]), access(d[17]),  \
-                 access(d[18]), access(d[19]), access(d[20]), access(d[21]), access(d[22]), access(d[23]),  \
-                 access(d[24]), access(d[25]), access(d[26]), access(d[27]), access(d[28]), access(d[29]),  \
-                 access(d[30]), access(d[31]), access(d[32]), access(d[33]), access(d[34]), access(d[35]),  \
-                 access(d[36]), access(d[37]), access(d[38]), access(d[39]), access(d[40]), access(d[41]),  \
-                 access(d[42]), access(d[43]), access(d[44]), access(d[45]), access(d[46]), access(d[47]),  \
-                 access(d[48]), access(d[49]), access(d[50]), access(d[51]), access(d[52]), access(d[53]),  \
-                 access(d[54]), access(d[55]), access(d[56]), access(d[57]), access(d[58]), access(d[59]),  \
-                 access(d[60]), access(d[61]), access(d[62]), access(d[63])                                 \
+               : FUSEDCONV_ACCESS(access, 0), FUSEDCONV_ACCESS(access, 8), FUSEDCONV_ACCESS(access, 16),    \
+                 FUSEDCONV_ACCESS(access, 24), FUSEDCONV_ACCESS(access, 32), FUSEDCONV_ACCESS(access, 40),  \
+                 FUSEDCONV_ACCESS(access, 48), FUSEDCONV_ACCESS(access, 56)                                 \
                : "r"(a), "r"(b), "n"(kDescriptorHigh))
 
   // a, b: the low halves of the operands' descriptors.
@@ -56,6 +52,7 @@ struct WgmmaProducts {
     }
   }
 #undef FUSEDCONV_WGMMA
+#undef FUSEDCONV_ACCESS
 
   // kFirst: the accumulators are taken for zeros.
   template <class Mode, bool kFirst>

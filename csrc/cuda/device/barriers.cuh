@@ -23,18 +23,17 @@ __device__ inline void arrive(uint64_t* barrier) {
 }
 
 __device__ inline bool has_passed(uint64_t* barrier, uint32_t parity) {
-  uint32_t passed;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(passed)
-               : "r"(shared_address(barrier)), "r"(parity)
-               : "memory");
+#define FUSEDCONV_WAIT "mbarrier.try_wait.parity.shared.b64"
 #else
-  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#define FUSEDCONV_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+  uint32_t passed;
+  asm volatile("{ .reg .pred p; " FUSEDCONV_WAIT " p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                : "=r"(passed)
                : "r"(shared_address(barrier)), "r"(parity)
                : "memory");
-#endif
+#undef FUSEDCONV_WAIT
   return passed != 0;
 }
 

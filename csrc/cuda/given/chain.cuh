@@ -4,9 +4,9 @@
 #include "copy.h"
 #include "core/chains.h"
 #include "cuda/device/launch.cuh"
-#include "cuda/device/workspace.cuh"
 #include "direct.cuh"
 #include "kernel.cuh"
+#include "plan/workspace.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

@@ -3,6 +3,7 @@
 #include "cuda/device/elements.cuh"
 #include "cuda/device/launch.cuh"
 #include "input_gradient.cuh"
+#include "plan/workspace.h"
 #include "weight_gradient.cuh"
 
 namespace fusedconv {

@@ -31,14 +31,10 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Whether kernels may overlap: they must have been compiled to wait for one another, and a captured graph
-// must know of it, which it does since CUDA 12.3.
 bool overlaps_kernels(int architecture) {
-  constexpr int kFirstArchitecture = 90;
-  constexpr int kFirstDriver = 12030;
   int driver = 0;
   check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-  return architecture >= kFirstArchitecture && driver >= kFirstDriver;
+  return cuda::may_overlap(architecture, driver);
 }
 
 // What runs on a device.

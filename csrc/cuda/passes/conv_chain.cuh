@@ -2,6 +2,7 @@
 // memory they need, and in which order they are queued.
 #pragma once
 
+#include "core/chains.h"
 #include "launch_pass.cuh"
 #include "logsumexp.cuh"
 #include "moments.cuh"
@@ -129,6 +130,13 @@ struct ConvChain {
                                    {p.norms, p.statistics}, card.overlaps_kernels, stream);
   }
 };
+
+// A conv's output by itself, with the bits that a chain's forward saw: for backward, which computes it again.
+using ConvOutput = ConvChain<Identity>;
+
+template <class Mode>
+using StoreV = StorePass<Identity, Mode>;
+FUSEDCONV_SHARED_PASS(extern, StoreV)
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

@@ -4,8 +4,8 @@
 #include "cuda/conv/kernel.cuh"
 #include "cuda/conv/pack.cuh"
 #include "cuda/device/packs.cuh"
-#include "cuda/device/workspace.cuh"
 #include "plan/conv_plan.h"
+#include "plan/workspace.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

@@ -1,5 +1,5 @@
-#include "conv_output.cuh"
-#include "moments.cuh"
+// Passes that several chains take, compiled once.
+#include "conv_chain.cuh"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

@@ -1,7 +1,7 @@
 // No operator's: backward computes a conv's output again by it.
 #include "cuda/host/chain_kernels.h"
 #ifndef FUSEDCONV_GIVEN_ONLY
-#include "cuda/passes/conv_output.cuh"
+#include "cuda/passes/conv_chain.cuh"
 #endif
 
 namespace fusedconv {

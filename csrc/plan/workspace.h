@@ -5,10 +5,8 @@
 #include <cstdint>
 
 #include "core/checked.h"
-#include "core/target.h"
 
 namespace fusedconv {
-inline namespace FUSEDCONV_TARGET {
 
 // Shares it out. From a null base it only counts the bytes. Throws where these do not fit in 63 bits.
 class Workspace {
@@ -30,5 +28,4 @@ class Workspace {
   Checked bytes_ = 0;
 };
 
-}  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv
