@@ -63,22 +63,22 @@ ConvBackward to_conv_backward(const PyConvInput& from) {
 
 Arguments to_arguments(const PyNumbers& from) {
   const auto& [num_groups, eps, pool, clamp_min, clamp_max] = from;
-  return {{}, {}, {}, {}, num_groups, eps, {pool[0], pool[1]}, clamp_min, clamp_max};
+  return {{}, num_groups, eps, {pool[0], pool[1]}, clamp_min, clamp_max};
 }
 
-// The tensors that a launch reads, and those whose gradients backward writes.
-constexpr std::array kNames{"input",       "weight",    "conv_bias", "bias",      "scale",
-                            "norm_weight", "norm_bias", "grad",      "statistics"};
-enum Slot : size_t { kInput, kWeight, kConvBias, kBias, kScale, kNormWeight, kNormBias, kGrad, kStatistics };
+// The tensors that a launch reads, and those whose gradients backward writes: channels' parameters, and
+// others.
+enum Slot : size_t { kInput = kGradientKinds, kWeight, kGrad, kStatistics, kSlots };
+constexpr const char* kOtherNames[] = {"input", "weight", "grad", "statistics"};
 
 size_t find_slot(const std::string& name) {
-  const size_t slot = size_t(std::find(kNames.begin(), kNames.end(), name) - kNames.begin());
-  if (slot == kNames.size()) throw std::invalid_argument("fusedconv: no tensor is called '" + name + "'");
-  return slot;
+  for (size_t slot = 0; slot < kSlots; ++slot)
+    if (name == (slot < kInput ? kParameterNames[slot] : kOtherNames[slot - kInput])) return slot;
+  throw std::invalid_argument("fusedconv: no tensor is called '" + name + "'");
 }
 
 // Where each of the named tensors is; null for all others.
-using Places = std::array<void*, kNames.size()>;
+using Places = std::array<void*, kSlots>;
 
 // Some of the tensors, in the order in which runs bring their pointers.
 class Named {
@@ -102,20 +102,17 @@ class Named {
     return at;
   }
 
-  bool has(Slot slot) const { return std::find(slots_.begin(), slots_.end(), slot) != slots_.end(); }
-  DType dtype(Slot slot) const { return dtypes_[slot]; }
-  Parameter parameter(Slot slot, const Places& at) const { return {at[slot], dtypes_[slot]}; }
+  bool has(size_t slot) const { return std::find(slots_.begin(), slots_.end(), slot) != slots_.end(); }
+  DType dtype(size_t slot) const { return dtypes_[slot]; }
+  Parameter parameter(size_t slot, const Places& at) const { return {at[slot], dtypes_[slot]}; }
 
   void set_parameters(Arguments& arguments, const Places& at) const {
-    arguments.bias = parameter(kBias, at);
-    arguments.scale = parameter(kScale, at);
-    arguments.norm_weight = parameter(kNormWeight, at);
-    arguments.norm_bias = parameter(kNormBias, at);
+    for (size_t k = 0; k < kChainParameters; ++k) arguments.parameters[k] = parameter(k, at);
   }
 
  private:
   std::vector<size_t> slots_;
-  std::array<DType, kNames.size()> dtypes_{};
+  std::array<DType, kSlots> dtypes_{};
 };
 
 // What was prepared for a device, if anything was.
@@ -201,14 +198,8 @@ class Backward {
     problem_.grad_dtype = tensors_.dtype(kGrad);
     problem_.arguments = to_arguments(numbers);
     problem_.grad_v_dtype = static_cast<DType>(grad_v_dtype);
-    problem_.wants = {wants_v,
-                      gradients_.has(kInput),
-                      gradients_.has(kWeight),
-                      gradients_.has(kConvBias),
-                      gradients_.has(kBias),
-                      gradients_.has(kScale),
-                      gradients_.has(kNormWeight),
-                      gradients_.has(kNormBias)};
+    problem_.wants = {wants_v, gradients_.has(kInput), gradients_.has(kWeight), {}};
+    for (size_t k = 0; k < kGradientKinds; ++k) problem_.wants.parameters[k] = gradients_.has(k);
     if (conv) conv_ = to_conv_backward(*conv);
   }
 
@@ -253,11 +244,7 @@ class Backward {
     problem.statistics = static_cast<const GroupStatistics*>(at[kStatistics]);
     tensors_.set_parameters(problem.arguments, at);
     problem.grad_v = pointer(grad_v);
-    problem.conv_bias = gradient[kConvBias];
-    problem.bias = gradient[kBias];
-    problem.scale = gradient[kScale];
-    problem.norm_weight = gradient[kNormWeight];
-    problem.norm_bias = gradient[kNormBias];
+    std::copy_n(gradient.begin(), kGradientKinds, problem.grad_parameters);
 
     const py::gil_scoped_release release;
     run_on_device(problem);
@@ -332,6 +319,8 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
   module.attr("FLOAT64") = static_cast<int>(DType::kFloat64);
   module.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
   module.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
+  module.attr("CHANNEL_PARAMETERS") =
+      py::tuple(py::cast(std::vector<std::string>(std::begin(kParameterNames), std::end(kParameterNames))));
   py::class_<Plan>(module, "Plan")
       .def_property_readonly("path", [](const Plan& plan) { return name_of(plan.path); })
       .def_property_readonly("instructions", [](const Plan& plan) { return name_of(plan.instructions); })

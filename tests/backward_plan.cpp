@@ -48,7 +48,7 @@ struct Call {
     problem.arguments.num_groups = 1;
     for (int d = 0; d < 2; ++d)
       problem.arguments.pool[d] = std::min(size(one_of({1, 2, 3, 4, 5, 8})), problem.v.size[2 + d]);
-    problem.wants.conv_bias = random_bits() % 2 == 0;
+    problem.wants.parameters[kConvBias] = random_bits() % 2 == 0;
     if (random_bits() % 3 == 0) {
       problem.v.dtype = dtype;
       return;

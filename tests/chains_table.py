@@ -160,6 +160,9 @@ BY_NAME = {row.chain: row for row in ROWS}
 
 # ---- drawing arguments, by name ------------------------------------------------------------------
 
+OF_STAGES = ("bias", "scale")  # parameters that have a value a channel as [C, 1, 1], or one for all
+OF_NORM = ("norm_weight", "norm_bias")  # as [C]
+
 
 def generator(*seed: object) -> torch.Generator:
     """A generator whose stream depends on all of `seed`, the same in every process."""
@@ -189,9 +192,9 @@ def draw_own(
     def draw(name: str) -> Any:
         if name in fixed:
             return fixed[name]
-        if name in ("bias", "scale"):
+        if name in OF_STAGES:
             return randn(gen, channels, 1, 1, dtype=dtype)
-        if name in ("norm_weight", "norm_bias"):
+        if name in OF_NORM:
             return randn(gen, channels, dtype=dtype)
         return {"num_groups": groups, "eps": 1e-5, "pool_size": 2, "clamp_min": -0.7, "clamp_max": 0.9}[name]
 
@@ -251,7 +254,7 @@ def fused_keywords(row: Row, channels: int, own: Own) -> Own:
     """The same under the names of the fused module's constructor."""
     names = {"pool_size": "maxpool_kernel_size", **row.keywords}
     keywords = {names.get(name, name): value for name, value in own.items()}
-    keywords |= {f"{part}_shape": (channels, 1, 1) for part in row.parts if part in ("bias", "scale")}
+    keywords |= {f"{part}_shape": (channels, 1, 1) for part in row.parts if part in OF_STAGES}
     return {keyword: value for keyword, value in keywords.items() if keyword is not None}
 
 

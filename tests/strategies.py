@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chains_table import CONV_ROWS, ROWS, Own, Row, generator, randn
+from chains_table import CONV_ROWS, OF_NORM, OF_STAGES, ROWS, Own, Row, generator, randn
 from extremes import ExtremeGeometry, FlushedDenormals, LargeMean
 
 SIDES = st.one_of(st.integers(1, 9), st.sampled_from([15, 16, 17, 31, 33, 40]))
@@ -45,9 +45,9 @@ def own_arguments(draw: st.DrawFn, row: Row, channels: int, dtype: torch.dtype) 
         return (factor * randn(gen, *shape)).to(draw(parameter))
 
     def value(name: str) -> Any:
-        if name in ("bias", "scale"):
+        if name in OF_STAGES:
             return vector(*draw(st.sampled_from([(channels, 1, 1), (1, channels, 1, 1), (1, 1, 1)])))
-        if name in ("norm_weight", "norm_bias"):
+        if name in OF_NORM:
             return vector(channels) if draw(st.booleans()) else None
         if name == "num_groups":
             return draw(st.sampled_from(divisors))
@@ -62,7 +62,7 @@ def own_arguments(draw: st.DrawFn, row: Row, channels: int, dtype: torch.dtype) 
 
 def same_dtype_of_affine(own: Own) -> bool:
     """PyTorch's group norm wants its weight and bias in one dtype."""
-    found = {own[n].dtype for n in ("norm_weight", "norm_bias") if own.get(n) is not None}
+    found = {own[n].dtype for n in OF_NORM if own.get(n) is not None}
     return len(found) < 2
 
 

@@ -15,7 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedconv
-from chains_table import BY_NAME, CONV_ROWS, ROWS, Own, Row, draw_own, generator, map_tensors, modules, randn
+from chains_table import (
+    BY_NAME,
+    CONV_ROWS,
+    OF_STAGES,
+    ROWS,
+    Own,
+    Row,
+    draw_own,
+    generator,
+    map_tensors,
+    modules,
+    randn,
+)
 from cuda_conv import forget
 from fusedconv import _C, _backward, _conv, _register
 from gradients import check_gradients, gradients
@@ -111,7 +123,7 @@ def test_gradients_without_affine_parameters(row: Row, device: str) -> None:
     check_gradients(row, randn(gen, 2, 6, 9, 11).to(device), own)
 
 
-ONE_FOR_ALL = [(row, name) for row in ROWS for name in ("bias", "scale") if name in row.arguments]
+ONE_FOR_ALL = [(row, name) for row in ROWS for name in OF_STAGES if name in row.arguments]
 
 
 @devices
@@ -547,7 +559,7 @@ class OnCuda(_C.Backward):
         own = dict(self.own)
         for name in own:
             if name in values:
-                shape = (channels, 1, 1) if name in ("bias", "scale") else (channels,)
+                shape = (channels, 1, 1) if name in OF_STAGES else (channels,)
                 own[name] = values[name].view(shape)
         geometry: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
         bias = values.get("conv_bias")

@@ -19,6 +19,8 @@ from torch.autograd import forward_ad
 
 import fusedconv.functional
 from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, modules, randn
+from fusedconv import _C
+from fusedconv.chains import CHAINS, CHECKS
 from helpers import failure
 
 Call = dict[str, Any]
@@ -174,6 +176,13 @@ def test_rows_7_12_17_wrong_arguments_of_the_chain(row: Row, bad: Bad) -> None:
 @pytest.mark.parametrize(("row", "bad"), applicable(CONV_ROWS, COMMON + CONV, conv=True))
 def test_rows_7_12_17_18_wrong_arguments_of_the_conv(row: Row, bad: Bad) -> None:
     check_failures(row.conv, good_call(row, conv=True), bad)
+
+
+def test_each_tensor_of_a_chain_is_known() -> None:
+    """Kernels leave out a tensor whose name they do not know, and read one that is not checked, whatever its size."""
+    for chain in CHAINS:
+        tensors = {a.split()[1].split("=")[0] for a in chain.arguments.split(", ") if a.startswith("Tensor")}
+        assert tensors <= {*_C.CHANNEL_PARAMETERS} & {*CHECKS}, chain.name
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)

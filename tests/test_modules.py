@@ -22,6 +22,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import fusedconv
 from chains_table import (
     CONV_ROWS,
+    OF_STAGES,
     Plain,
     Row,
     fused_keywords,
@@ -611,7 +612,7 @@ def test_row_30_parametrized_own_parameters(row: Row) -> None:
     """`bias` and `scale` that are computed from something else."""
     fused, plain = modules(row)
     for part in row.parts:
-        if part in ("bias", "scale"):
+        if part in OF_STAGES:
             for model in (fused, plain):
                 parametrize.register_parametrization(model, part, TimesThree())
     agree(fused, plain)

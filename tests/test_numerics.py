@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chains_table import CONV_ROWS, ROWS, Row, draw_own, generator, map_tensors, randn
+from chains_table import CONV_ROWS, OF_STAGES, ROWS, Row, draw_own, generator, map_tensors, randn
 from helpers import BOUNDS, SIZES, assert_close, check_chain, check_conv, double, new_process, same_bits
 
 all_rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.chain)
@@ -399,7 +399,7 @@ def test_scale_and_bias_of_one_element(row: Row) -> None:
     v = randn(gen, 2, 6, 8, 9)
     for shape in ((1, 1, 1), (1,), (), (6, 1, 1), (1, 6, 1, 1)):
         own = draw_own(row, 6, gen)
-        own |= {name: randn(gen, *shape) for name in ("bias", "scale") if name in own}
+        own |= {name: randn(gen, *shape) for name in OF_STAGES if name in own}
         check_chain(row, v, own)
 
 

@@ -101,8 +101,8 @@ struct Chain {
 template <class T>
 FUSEDCONV_INLINE Channel<T> make_channel(const Arguments& arguments, int64_t c) {
   Channel<T> channel{};
-  channel.bias = value_of<T>(arguments.bias, c);
-  channel.scale = value_of<T>(arguments.scale, c);
+  unroll<kStageParameters>(
+      [&](auto k) { channel.of[k.value] = value_of<T>(arguments.parameters[k.value], c); });
   channel.clamp_min = static_cast<T>(arguments.clamp_min);
   channel.clamp_max = static_cast<T>(arguments.clamp_max);
   return channel;
@@ -121,8 +121,8 @@ FUSEDCONV_INLINE void set_norm(Channel<T>& channel, double weight, double bias,
 template <class T>
 FUSEDCONV_INLINE void set_norm(Channel<T>& channel, const Arguments& arguments, int64_t c,
                                const GroupStatistics& statistics) {
-  set_norm(channel, value_of<double>(arguments.norm_weight, c, 1.0), value_of<double>(arguments.norm_bias, c),
-           statistics);
+  set_norm(channel, value_of<double>(arguments.parameters[kNormWeight], c, 1.0),
+           value_of<double>(arguments.parameters[kNormBias], c), statistics);
 }
 
 }  // namespace FUSEDCONV_TARGET

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "problem.h"
 #include "target.h"
@@ -29,6 +30,15 @@ FUSEDCONV_INLINE float from_float16(uint16_t bits) {
   const float normal = bit_cast<float>(magnitude + (uint32_t(224) << 23)) * 0x1p-112f;
   const float subnormal = 2.0f * normal - 0x1p-14f;
   return bit_cast<float>(bit_cast<uint32_t>(subnormal < normal ? subnormal : normal) | sign);
+}
+
+// Calls visit with each number below kCount, known when compiled: what they index stays in registers.
+template <int kCount, class Visit>
+FUSEDCONV_INLINE void unroll(const Visit& visit) {
+  if constexpr (kCount > 0) {
+    unroll<kCount - 1>(visit);
+    visit(std::integral_constant<int, kCount - 1>{});
+  }
 }
 
 // A channel's value in the compute type. Kernels ask once a channel, a row or a tile, so a switch will do.

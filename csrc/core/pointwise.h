@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "channel_parameters.h"
 #include "math.h"
 #include "target.h"
 
@@ -16,8 +17,7 @@ inline namespace FUSEDCONV_TARGET {
 // The parameters of one channel, in the compute type T; or, where P is a vector, of one channel a lane.
 template <class T, class P = T>
 struct Channel {
-  P bias;
-  P scale;
+  P of[kStageParameters];
   P mean;        // GroupNorm is (x - mean) * norm_scale + norm_shift: the subtraction comes first, so that
   P norm_scale;  // a mean much larger than the deviation costs no digits
   P norm_shift;
@@ -28,8 +28,7 @@ struct Channel {
 // Gradients at one place of what stages read besides x.
 template <class X>
 struct Gradients {
-  X bias;
-  X scale;
+  X of[kStageParameters];
   X v;
 };
 
@@ -49,18 +48,18 @@ struct AddBias : ChannelStage {
 
   template <class X, class T, class P>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>& channel) {
-    return x + channel.bias;
+    return x + channel.of[kBias];
   }
 
   template <class X, class T>
   static FUSEDCONV_INLINE X vjp(X grad, X, X, const Channel<T>&, Gradients<X>& gradients) {
-    gradients.bias += grad;
+    gradients.of[kBias] += grad;
     return grad;
   }
 
   template <class T>
   static FUSEDCONV_INLINE void compose(T&, T& offset, const Channel<T>& channel) {
-    offset += channel.bias;
+    offset += channel.of[kBias];
   }
 };
 
@@ -69,19 +68,19 @@ struct MultiplyScale : ChannelStage {
 
   template <class X, class T, class P>
   static FUSEDCONV_INLINE X value(X x, X, const Channel<T, P>& channel) {
-    return x * channel.scale;
+    return x * channel.of[kScale];
   }
 
   template <class X, class T>
   static FUSEDCONV_INLINE X vjp(X grad, X x, X, const Channel<T>& channel, Gradients<X>& gradients) {
-    gradients.scale += grad * x;
-    return grad * channel.scale;
+    gradients.of[kScale] += grad * x;
+    return grad * channel.of[kScale];
   }
 
   template <class T>
   static FUSEDCONV_INLINE void compose(T& factor, T& offset, const Channel<T>& channel) {
-    factor *= channel.scale;
-    offset *= channel.scale;
+    factor *= channel.of[kScale];
+    offset *= channel.of[kScale];
   }
 };
 

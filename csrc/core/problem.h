@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "channel_parameters.h"
 #include "inline.h"
 
 namespace fusedconv {
@@ -44,10 +45,7 @@ struct Conv {
 
 // What the stages after the conv take.
 struct Arguments {
-  Parameter bias;
-  Parameter scale;
-  Parameter norm_weight;
-  Parameter norm_bias;
+  Parameter parameters[kChainParameters];
   int64_t num_groups;
   double eps;
   int64_t pool[2];
@@ -72,7 +70,7 @@ struct ConvBackward {
 // Whose gradients somebody wants.
 struct Wanted {
   bool v, input, weight;  // v's, or what follows from it
-  bool conv_bias, bias, scale, norm_weight, norm_bias;
+  bool parameters[kGradientKinds];
 };
 
 // Backward of a chain: from the gradient of its output to those of v and of the parameters, which are values
@@ -87,12 +85,8 @@ struct BackwardProblem {
   // steps keep in it what they need between them.
   void* grad_v;
   DType grad_v_dtype;
-  Wanted wants;     // all that a plan looks at; a run brings memory for those, and null for the others
-  void* conv_bias;  // gradients of the parameters. conv_bias: that of v, summed
-  void* bias;
-  void* scale;
-  void* norm_weight;
-  void* norm_bias;
+  Wanted wants;  // all that a plan looks at; a run brings memory for those, and null for the others
+  void* grad_parameters[kGradientKinds];
   const ConvBackward* conv;  // on the CPU only float32's, of stride 1
 };
 

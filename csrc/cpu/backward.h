@@ -55,10 +55,7 @@ class BackwardSchedule {
         finish(group);
       });
     }
-    write(problem_.bias, &ParameterSums<double>::bias);
-    write(problem_.scale, &ParameterSums<double>::scale);
-    write(problem_.norm_weight, &ParameterSums<double>::norm_weight);
-    write(problem_.norm_bias, &ParameterSums<double>::norm_bias);
+    for (int k = 0; k < kGradientKinds; ++k) write(k);
   }
 
  private:
@@ -127,12 +124,13 @@ class BackwardSchedule {
   }
 
   // A parameter's gradient: the sum over all samples.
-  void write(void* to, double ParameterSums<double>::* member) const {
+  void write(int parameter) const {
+    T* to = static_cast<T*>(problem_.grad_parameters[parameter]);
     if (to == nullptr) return;
     for (int64_t c = 0; c < channel_count_; ++c) {
       double sum = 0;
-      for (int64_t n = 0; n < samples_; ++n) sum += sums_[n * channel_count_ + c].*member;
-      static_cast<T*>(to)[c] = T(sum);
+      for (int64_t n = 0; n < samples_; ++n) sum += sums_[n * channel_count_ + c].of[parameter];
+      to[c] = T(sum);
     }
   }
 

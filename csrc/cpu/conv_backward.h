@@ -80,11 +80,7 @@ class ConvBackwardSchedule {
       run_step(first, smaller(step_samples_, samples_ - first));
     }
     write_weight();
-    write(problem_.conv_bias, &Sums::v);
-    write(problem_.bias, &Sums::bias);
-    write(problem_.scale, &Sums::scale);
-    write(problem_.norm_weight, &Sums::norm_weight);
-    write(problem_.norm_bias, &Sums::norm_bias);
+    for (int k = 0; k < kGradientKinds; ++k) write(k);
   }
 
  private:
@@ -370,9 +366,10 @@ class ConvBackwardSchedule {
     for (int64_t i = 0; i < channel_count_ * gradients_.taps(); ++i) to[i] = T(weight_total_[i]);
   }
 
-  void write(void* to, double Sums::* member) const {
+  void write(int parameter) const {
+    T* to = static_cast<T*>(problem_.grad_parameters[parameter]);
     if (to == nullptr) return;
-    for (int64_t c = 0; c < channel_count_; ++c) static_cast<T*>(to)[c] = T(total_[c].*member);
+    for (int64_t c = 0; c < channel_count_; ++c) to[c] = T(total_[c].of[parameter]);
   }
 
   const BackwardProblem& problem_;

@@ -116,8 +116,7 @@ class PixelSchedule {
       }
       Lanes& to = lanes[c / kLanes<T>];
       const int64_t lane = c % kLanes<T>;
-      to.bias[lane] = channel.bias;
-      to.scale[lane] = channel.scale;
+      for (int k = 0; k < kStageParameters; ++k) to.of[k][lane] = channel.of[k];
       to.mean[lane] = channel.mean;
       to.norm_scale[lane] = channel.norm_scale;
       to.norm_shift[lane] = channel.norm_shift;

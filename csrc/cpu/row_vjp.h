@@ -9,18 +9,14 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-// What some rows add to the gradients of their channel's parameters; v's is that of the conv's bias.
+// What some rows add to the gradients of their channel's parameters.
 template <class X>
 struct ParameterSums {
-  X bias, scale, norm_weight, norm_bias, v;
+  X of[kGradientKinds];
 };
 
 FUSEDCONV_INLINE void add(const ParameterSums<double>& some, ParameterSums<double>& total) {
-  total.bias += some.bias;
-  total.scale += some.scale;
-  total.norm_weight += some.norm_weight;
-  total.norm_bias += some.norm_bias;
-  total.v += some.v;
+  for (int k = 0; k < kGradientKinds; ++k) total.of[k] += some.of[k];
 }
 
 // Rows of v, and the gradient at each of their places of what went into the reduction.
@@ -43,25 +39,24 @@ FUSEDCONV_INLINE void sum_rows(const Rows<T>& rows, ParameterSums<double>& total
     for (int64_t r = top; r < top + count; ++r) {
       for_each_lanes<T>(left, left + cols, [&](auto lanes, int64_t w) { visit(lanes, r, w, sums); });
     }
-    add({sum_of_lanes(sums.bias), sum_of_lanes(sums.scale), sum_of_lanes(sums.norm_weight),
-         sum_of_lanes(sums.norm_bias), sum_of_lanes(sums.v)},
-        total);
+    unroll<kGradientKinds>([&](auto k) { total.of[k.value] += sum_of_lanes(sums.of[k.value]); });
   });
 }
 
 template <class T, class Lanes>
 FUSEDCONV_INLINE void add(const Lanes& lanes, const Gradients<Vector<T>>& gradients,
                           ParameterSums<Vector<T>>& sums) {
-  sums.bias += lanes.keep(gradients.bias);
-  sums.scale += lanes.keep(gradients.scale);
+  unroll<kStageParameters>([&](auto k) { sums.of[k.value] += lanes.keep(gradients.of[k.value]); });
 }
 
 // Whether anything is wanted of write_gradient().
 template <class Chain>
 bool wants_last_pass(const BackwardProblem& problem) {
-  const bool wants_pre = Chain::Pre::kReadsChannel && (problem.bias != nullptr || problem.scale != nullptr);
-  const bool wants_all = !Chain::kNeedsStatistics;  // no sums were made yet
-  return problem.wants.v || wants_pre || wants_all;
+  bool wants = problem.wants.v || !Chain::kNeedsStatistics;  // then no sums were made yet
+  if constexpr (Chain::Pre::kReadsChannel) {
+    for (int k = 0; k < kStageParameters; ++k) wants |= problem.wants.parameters[k];
+  }
+  return wants;
 }
 
 // The sums of what comes after the norm.
@@ -76,8 +71,8 @@ void sum_after_norm(const Rows<T>& rows, const Channel<T> channel, const NormGra
     const V grad = Chain::Post::vjp(lanes.load(rows.spread + r * rows.spread_pitch + w),
                                     Chain::Norm::value(x, channel), v, channel, gradients);
     add<T>(lanes, gradients, sums);
-    sums.norm_bias += lanes.keep(grad);
-    sums.norm_weight += lanes.keep(grad * Chain::Norm::normed(x, channel, norm));
+    sums.of[kNormBias] += lanes.keep(grad);
+    sums.of[kNormWeight] += lanes.keep(grad * Chain::Norm::normed(x, channel, norm));
   });
 }
 
@@ -96,7 +91,7 @@ void write_gradient(const Rows<T>& rows, const Channel<T> channel, const NormGra
     grad = Chain::Pre::vjp(Chain::Norm::vjp(grad, x, channel, norm), v, v, channel, of_pre);
     grad = grad + of_post.v + of_pre.v;
     lanes.store(to + r * to_pitch + w, grad);
-    sums.v += lanes.keep(grad);
+    sums.of[kConvBias] += lanes.keep(grad);
     add<T>(lanes, of_pre, sums);
     if constexpr (!Chain::kNeedsStatistics) add<T>(lanes, of_post, sums);
   });
@@ -126,9 +121,9 @@ void set_norm_gradient(const Arguments& arguments, const ParameterSums<double>* 
   double mean = 0;
   double mean_product = 0;
   for (int64_t c = 0; c < count; ++c) {
-    const double weight = value_of<double>(arguments.norm_weight, first + c, 1.0);
-    mean += weight * sums[c].norm_bias;
-    mean_product += weight * sums[c].norm_weight;
+    const double weight = value_of<double>(arguments.parameters[kNormWeight], first + c, 1.0);
+    mean += weight * sums[c].of[kNormBias];
+    mean_product += weight * sums[c].of[kNormWeight];
   }
   for (int64_t c = 0; c < count; ++c) {
     const double factor = double(norms[c].inverse_deviation) / (double(count) * double(pixels));

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "card.h"
+#include "core/channel_parameters.h"
 #include "core/checked.h"
 #include "divisor.h"
 #include "sizes.h"
@@ -70,7 +71,8 @@ struct GivenPlan {
 
 constexpr int kWarp = 32;
 constexpr int kMostThreads = 512;
-constexpr int kParameterKinds = 5;    // that a channel has
+constexpr int kParameterKinds = kChainParameters + 1;  // of a channel's parameters: and the norm's mean
+constexpr int kParameterLanes = power_of_two_from(kChainParameters, kWarp);  // that load a channel's
 constexpr int kMostWideChannels = 4;  // of a load: a thread has the parameters of each in registers
 
 inline void set_lanes(GivenPlan& plan, const GivenTraits& traits, const GivenShape& shape) {

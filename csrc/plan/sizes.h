@@ -12,7 +12,7 @@ inline int64_t divide_up(int64_t a, int64_t b) { return divide_up(Checked(a), b)
 inline int64_t round_up(int64_t a, int64_t multiple) { return round_up(Checked(a), multiple).value(); }
 
 // The least power of two from `least` on, or `most`.
-inline int power_of_two_from(int64_t least, int most) {
+constexpr int power_of_two_from(int64_t least, int most) {
   int power = 1;
   while (power < least && power < most) power *= 2;
   return power;

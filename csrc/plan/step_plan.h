@@ -189,7 +189,7 @@ inline StepPlan plan_steps(const BackwardProblem& problem, const BackwardTraits&
   const Arguments& arguments = problem.arguments;
   StepPlan plan{kind, step_samples, size[0], size[1], (Checked(size[2]) * size[3]).value()};
   if (kind == StepKind::kTensor && !traits.pools && !traits.reduces_channels && !traits.has_channels &&
-      !problem.wants.conv_bias) {
+      !problem.wants.parameters[kConvBias]) {
     plan.pixels = (Checked(plan.pixels) * plan.samples * plan.channels).value();
     plan.step_samples = plan.samples = plan.channels = 1;
   }

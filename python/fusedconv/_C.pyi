@@ -17,6 +17,9 @@ FLOAT64: int
 BFLOAT16: int
 FLOAT16: int
 
+CHANNEL_PARAMETERS: tuple[str, ...]
+"""Names of the tensors with a value a channel: csrc/core/channel_parameters.h."""
+
 class Plan:
     """Who runs a call, and why. ``str`` gives the path and the words."""
 

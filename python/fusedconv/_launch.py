@@ -30,7 +30,7 @@ _CUDA_CHAINS = frozenset(_C.cuda_chains())
 
 # What the kernels take, by the names of an operator's arguments.
 _OF_CONV = ("weight", "conv_bias")
-VECTORS = ("conv_bias", "bias", "scale", "norm_weight", "norm_bias")  # a value a channel
+VECTORS = _C.CHANNEL_PARAMETERS  # a value a channel
 _TENSORS = ("input", "weight", *VECTORS)
 _NUMBERS: dict[str, Any] = {  # in the order of _C.Numbers, with what stands for none
     "num_groups": 0,

@@ -88,8 +88,9 @@ class BackwardCall {
     const PartialSums& after_norm = whole_.after_norm;
     const PartialSums& of_all = whole_.of_all;
     for (int kind = 0; kind < kGradientKinds; ++kind)
-      gradients.of[kind] = {
-          gradient_of(kind), {after_norm.of[kind], of_all.of[kind]}, {after_norm.slices, of_all.slices}};
+      gradients.of[kind] = {problem.grad_parameters[kind],
+                            {after_norm.of[kind], of_all.of[kind]},
+                            {after_norm.slices, of_all.slices}};
     return gradients;
   }
 
@@ -99,17 +100,7 @@ class BackwardCall {
  private:
   // ---- what is wanted ----
 
-  bool wants(int kind) const {
-    const Wanted& wants = problem.wants;
-    const bool of_kind[] = {wants.bias, wants.scale, wants.norm_weight, wants.norm_bias, wants.conv_bias};
-    return of_kind[kind];
-  }
-  // Null where nobody wants it.
-  void* gradient_of(int kind) const {
-    void* const of_kind[] = {problem.bias, problem.scale, problem.norm_weight, problem.norm_bias,
-                             problem.conv_bias};
-    return of_kind[kind];
-  }
+  bool wants(int kind) const { return problem.wants.parameters[kind]; }
   bool wants_any(unsigned mask) const {
     for (int kind = 0; kind < kGradientKinds; ++kind) {
       if ((mask >> kind & 1) != 0 && wants(kind)) return true;
@@ -127,8 +118,7 @@ class BackwardCall {
   void take_memory(int64_t step_samples, Workspace& workspace) {
     const Checked planes = Checked(step_samples) * plan.channels;
     whole_.arguments = problem.arguments;
-    whole_.after_norm = take_sums(kAfterNorm<Chain>, kinds(true, {kOfNormWeight, kOfNormBias}),
-                                  plan.after_norm_slices, workspace);
+    whole_.after_norm = take_sums(kAfterNorm<Chain>, kOfNorm, plan.after_norm_slices, workspace);
     if (writes) whole_.of_all = take_sums(kOfAll<Chain>, 0, plan.slices, workspace);
     if constexpr (kNeedsStatistics) {
       whole_.norms = workspace.take<Norm<T>>(planes);

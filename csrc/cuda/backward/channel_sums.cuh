@@ -82,7 +82,9 @@ class ChannelSpan {
 
   __device__ void set_value(int i, int k, float v, const SampleChannel& of) {
     x_[i][k] = Chain::value(v, of.channel);
-    float sums[] = {-0.0f, -0.0f, -0.0f, -0.0f, -0.0f};  // see no_gradients()
+    float sums[kGradientKinds];
+#pragma unroll
+    for (float& sum : sums) sum = -0.0f;  // see no_gradients()
     add_after_norm<Chain>(1.0f, v, of.channel, of.norm, sums);
 #pragma unroll
     for (int kind = 0; kind < kGradientKinds; ++kind) of_unit_[i][k][kind] = sums[kind];

@@ -60,9 +60,10 @@ __device__ T gradient_of_v(T grad, T v, const Channel<T>& channel, const NormGra
   grad = Chain::Post::vjp(grad, Chain::Norm::value(x, channel), v, channel, of_post);
   grad = Chain::Pre::vjp(Chain::Norm::vjp(grad, x, channel, norm), v, v, channel, of_pre);
   grad += of_post.v + of_pre.v;
-  sums[kOfBias] += Chain::kNeedsStatistics ? of_pre.bias : of_pre.bias + of_post.bias;
-  sums[kOfScale] += Chain::kNeedsStatistics ? of_pre.scale : of_pre.scale + of_post.scale;
-  sums[kOfConvBias] += grad;
+#pragma unroll
+  for (int k = 0; k < kStageParameters; ++k)
+    sums[k] += Chain::kNeedsStatistics ? of_pre.of[k] : of_pre.of[k] + of_post.of[k];
+  sums[kConvBias] += grad;
   return grad;
 }
 

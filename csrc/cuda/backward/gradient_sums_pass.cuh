@@ -26,9 +26,9 @@ class GradientSumsPass : public PassBase {
     for (int k = 0; k < kThreadChannels; ++k) {
       const int c = rows.channel(k);
       if (c >= p_.tiling.out_channels) continue;
-      double values[kChannelValues];
+      double values[kChainParameters];
 #pragma unroll
-      for (int kind = 0; kind < kChannelValues; ++kind) values[kind] = channel_value(p_.arguments, kind, c);
+      for (int kind = 0; kind < kChainParameters; ++kind) values[kind] = channel_value(p_.arguments, kind, c);
       const Norm<float> norm = p_.norms[tile.sample * p_.tiling.out_channels + c];
       channel_[k] = {channel_from(values, norm, p_.arguments), {norm.scale, norm.shift, 0, 0}};
     }

@@ -57,27 +57,23 @@ __device__ void visit_count(const BackwardWork<T>& work, const Visit& visit) {
 template <class Chain>
 constexpr bool kHasChannels = Chain::kReadsChannel || Chain::kNeedsStatistics;
 
-constexpr int kChannelValues = 4;  // kOfBias to kOfNormBias
-
 __device__ inline double channel_value(const Arguments& arguments, int kind, int64_t c) {
-  const Parameter source = kind == kOfBias         ? arguments.bias
-                           : kind == kOfScale      ? arguments.scale
-                           : kind == kOfNormWeight ? arguments.norm_weight
-                                                   : arguments.norm_bias;
-  return value_of<double>(source, c, kind == kOfNormWeight ? 1.0 : 0.0);
+  return value_of<double>(parameter_of(arguments, kind), c, kind == kNormWeight ? 1.0 : 0.0);
 }
 
 template <class T>
-__device__ Channel<T> channel_from(const double (&values)[kChannelValues], const Norm<T>& norm,
+__device__ Channel<T> channel_from(const double (&values)[kChainParameters], const Norm<T>& norm,
                                    const Arguments& arguments) {
-  const double weight = values[kOfNormWeight];
-  return {T(values[kOfBias]),
-          T(values[kOfScale]),
-          norm.mean,
-          T(weight * double(norm.scale)),
-          T(weight * double(norm.shift) + values[kOfNormBias]),
-          T(arguments.clamp_min),
-          T(arguments.clamp_max)};
+  const double weight = values[kNormWeight];
+  Channel<T> channel;
+#pragma unroll
+  for (int k = 0; k < kStageParameters; ++k) channel.of[k] = T(values[k]);
+  channel.mean = norm.mean;
+  channel.norm_scale = T(weight * double(norm.scale));
+  channel.norm_shift = T(weight * double(norm.shift) + values[kNormBias]);
+  channel.clamp_min = T(arguments.clamp_min);
+  channel.clamp_max = T(arguments.clamp_max);
+  return channel;
 }
 
 template <class Chain, class T>
@@ -89,10 +85,10 @@ __device__ Norm<T> norm_at(const BackwardWork<T>& work, int64_t sample, int64_t 
 // By a thread for itself.
 template <class Chain, class T>
 __device__ Channel<T> channel_of_thread(const BackwardWork<T>& work, int64_t sample, int64_t c) {
-  double values[kChannelValues]{};
+  double values[kChainParameters]{};
   if constexpr (kHasChannels<Chain>) {
 #pragma unroll
-    for (int kind = 0; kind < kChannelValues; ++kind) values[kind] = channel_value(work.arguments, kind, c);
+    for (int kind = 0; kind < kChainParameters; ++kind) values[kind] = channel_value(work.arguments, kind, c);
   }
   return channel_from(values, norm_at<Chain>(work, sample, c), work.arguments);
 }
@@ -102,11 +98,11 @@ __device__ Channel<T> channel_of_thread(const BackwardWork<T>& work, int64_t sam
 template <class Chain, class T>
 __device__ Channel<T> channel_of_warp(const BackwardWork<T>& work, const Slice& slice) {
   const Norm<T> norm = norm_at<Chain>(work, slice.sample, slice.channel);
-  double values[kChannelValues]{};
+  double values[kChainParameters]{};
   if constexpr (kHasChannels<Chain>) {
-    const double of_lane = channel_value(work.arguments, lane_of_thread() % kChannelValues, slice.channel);
+    const double of_lane = channel_value(work.arguments, lane_of_thread() % kChainParameters, slice.channel);
 #pragma unroll
-    for (int kind = 0; kind < kChannelValues; ++kind) values[kind] = __shfl_sync(~0u, of_lane, kind);
+    for (int kind = 0; kind < kChainParameters; ++kind) values[kind] = __shfl_sync(~0u, of_lane, kind);
   }
   return channel_from(values, norm, work.arguments);
 }
@@ -131,20 +127,22 @@ static_assert(sizeof(SampleChannel) == cuda::kSampleChannelBytes);
 // What comes after the norm reads or makes, summed before the gradient of the norm is known.
 template <class Chain>
 constexpr unsigned kAfterNorm =
-    kinds(Chain::kNeedsStatistics, {kOfNormWeight, kOfNormBias}) |
-    kinds(Chain::kNeedsStatistics && Chain::Post::kReadsChannel, {kOfBias, kOfScale});
+    Chain::kNeedsStatistics ? kOfNorm | (Chain::Post::kReadsChannel ? kOfStages : 0) : 0;
 
 // What is left to be summed with the gradient of v.
 template <class Chain>
 constexpr unsigned kOfAll =
-    kinds(true, {kOfConvBias}) |
-    kinds(Chain::Pre::kReadsChannel || (!Chain::kNeedsStatistics && Chain::Post::kReadsChannel),
-          {kOfBias, kOfScale});
+    kOfConv |
+    (Chain::Pre::kReadsChannel || (!Chain::kNeedsStatistics && Chain::Post::kReadsChannel) ? kOfStages : 0);
 
 // To be added to: x + -0 is x for every x, so that nothing is left of what no stage has.
 template <class T>
 __device__ Gradients<T> no_gradients() {
-  return {T(-0.0), T(-0.0), T(-0.0)};
+  Gradients<T> gradients;
+#pragma unroll
+  for (T& of_kind : gradients.of) of_kind = T(-0.0);
+  gradients.v = T(-0.0);
+  return gradients;
 }
 
 // grad: of what comes out of Post.
@@ -154,10 +152,10 @@ __device__ void add_after_norm(T grad, T v, const Channel<T>& channel, const Nor
   Gradients<T> gradients = no_gradients<T>();
   const T x = Chain::Pre::value(v, v, channel);
   grad = Chain::Post::vjp(grad, Chain::Norm::value(x, channel), v, channel, gradients);
-  sums[kOfBias] += gradients.bias;
-  sums[kOfScale] += gradients.scale;
-  sums[kOfNormBias] += grad;
-  sums[kOfNormWeight] += grad * Chain::Norm::normed(x, channel, norm);
+#pragma unroll
+  for (int k = 0; k < kStageParameters; ++k) sums[k] += gradients.of[k];
+  sums[kNormBias] += grad;
+  sums[kNormWeight] += grad * Chain::Norm::normed(x, channel, norm);
 }
 
 }  // namespace FUSEDCONV_TARGET

@@ -24,6 +24,15 @@ inline Elements elements_from(const void* data, DType dtype, int64_t first) {
   return {const_cast<char*>(static_cast<const char*>(data)) + first * bytes_of(dtype), dtype};
 }
 
+// By a number that threads next to each other do not share: so it is no place in memory.
+__device__ inline Parameter parameter_of(const Arguments& arguments, int kind) {
+  const Parameter* parameter = arguments.parameters + kChainParameters - 1;
+#pragma unroll
+  for (int k = kChainParameters - 2; k >= 0; --k)
+    parameter = kind == k ? arguments.parameters + k : parameter;
+  return *parameter;
+}
+
 // Calls visit with a value of the dtype's type, known when compiled: for loops that load single elements.
 template <class T, class Visit>
 __device__ void visit_element(DType dtype, const Visit& visit) {

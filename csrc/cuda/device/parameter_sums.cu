@@ -124,14 +124,14 @@ cudaError_t launch_group_means(const PartialSums& sums, int64_t samples, int64_t
                                FloatsOrDoubles<GroupMeans> means, bool overlaps, cudaStream_t stream) {
   const int64_t groups = samples * arguments.num_groups;
   const int64_t group_channels = channels / arguments.num_groups;
-  const SumsOfGroups of_groups{sums.of[kOfNormBias],
-                               sums.of[kOfNormWeight],
+  const SumsOfGroups of_groups{sums.of[kNormBias],
+                               sums.of[kNormWeight],
                                sums.slices,
                                groups,
                                group_channels,
                                channels,
                                double(group_channels) * double(pixels),
-                               arguments.norm_weight};
+                               arguments.parameters[kNormWeight]};
   return launch_kernel(norm_gradient_means, {some_blocks(groups), kMeanThreads, 0, overlaps}, stream,
                        of_groups, norms, means);
 }

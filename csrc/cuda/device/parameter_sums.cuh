@@ -8,14 +8,10 @@
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
-enum ParameterKind { kOfBias, kOfScale, kOfNormWeight, kOfNormBias, kOfConvBias };
-constexpr int kGradientKinds = 5;
-
-constexpr unsigned kinds(bool wanted, std::initializer_list<ParameterKind> list) {
-  unsigned mask = 0;
-  for (const ParameterKind kind : list) mask |= wanted ? 1u << kind : 0;
-  return mask;
-}
+// Of gradients' kinds: ChannelParameter's.
+constexpr unsigned kOfStages = (1u << kStageParameters) - 1;
+constexpr unsigned kOfNorm = 1u << kNormWeight | 1u << kNormBias;
+constexpr unsigned kOfConv = 1u << kConvBias;
 
 // Of each kind [samples][C][slices], or null.
 struct PartialSums {

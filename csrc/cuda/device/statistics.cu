@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kNormThreads)
     if (to.statistics != nullptr && threadIdx.x == 0) to.statistics[group] = found;
     for (int64_t i = threadIdx.x; i < group_channels; i += kNormThreads) {
       const int64_t c = group * group_channels + i;  // counted through all samples
-      const double weight = value_of<double>(arguments.norm_weight, c % channels, 1.0);
-      const double bias = value_of<double>(arguments.norm_bias, c % channels);
+      const double weight = value_of<double>(arguments.parameters[kNormWeight], c % channels, 1.0);
+      const double bias = value_of<double>(arguments.parameters[kNormBias], c % channels);
       to.norms.visit([&](auto* norms) { norms[c] = norm_of<decltype(norms->mean)>(found, weight, bias); });
     }
     __syncthreads();

@@ -81,8 +81,8 @@ class GroupMoments {
       for (int block = 0; block < int(plan_.slices); ++block) sums.add(of_group[block * plan_.groups], shift);
       const GroupStatistics found = statistics_of(sums, shift, work_.share_of_value, work_.arguments.eps);
       if (work_.statistics != nullptr && piece_.slice == 0) write_statistics(c, found);
-      block_.set_parameters(c, norm_of<T>(found, block_.parameter(GivenPiece<T>::kNormScale, c),
-                                          block_.parameter(GivenPiece<T>::kNormShift, c)));
+      block_.set_parameters(
+          c, norm_of<T>(found, block_.parameter(kNormWeight, c), block_.parameter(kNormBias, c)));
     }
   }
 

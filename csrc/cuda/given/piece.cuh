@@ -139,38 +139,42 @@ struct GivenPiece {
   __device__ explicit GivenPiece(const GivenWork<T>& work)
       : work(work), plan(work.plan), piece(piece_of_block(work.shape, work.plan)), share(work.plan) {}
 
-  // In shared memory: of the piece's channels, one kind after the other.
-  enum Kind { kBias, kScale, kNormScale, kNormShift, kMean };
+  // In shared memory: of the piece's channels, one kind after the other. The norm's scale and shift take the
+  // places of its weight and bias.
+  static constexpr int kMean = kChainParameters;
   static_assert(kMean + 1 == cuda::kParameterKinds);
   __device__ T& parameter(int kind, int c) const {
     return reinterpret_cast<T*>(shared_memory)[kind * plan.unit_channels + c];
   }
   __device__ Channel<T> channel_at(int c) const {
-    return {parameter(kBias, c),        parameter(kScale, c),     parameter(kMean, c),
-            parameter(kNormScale, c),   parameter(kNormShift, c), T(work.arguments.clamp_min),
-            T(work.arguments.clamp_max)};
+    Channel<T> channel;
+#pragma unroll
+    for (int k = 0; k < kStageParameters; ++k) channel.of[k] = parameter(k, c);
+    channel.mean = parameter(kMean, c);
+    channel.norm_scale = parameter(kNormWeight, c);
+    channel.norm_shift = parameter(kNormBias, c);
+    channel.clamp_min = T(work.arguments.clamp_min);
+    channel.clamp_max = T(work.arguments.clamp_max);
+    return channel;
   }
 
   __device__ void set_parameters(int c, const Norm<T>& norm) const {
     parameter(kMean, c) = norm.mean;
-    parameter(kNormScale, c) = norm.scale;
-    parameter(kNormShift, c) = norm.shift;
+    parameter(kNormWeight, c) = norm.scale;
+    parameter(kNormBias, c) = norm.shift;
   }
 
-  // with_affine: the norm's weight and bias too, which stand in its place until it is known. Each thread asks
-  // for another parameter: one after the other, they would take longer than a small piece.
+  // with_affine: the norm's weight and bias too. Each thread asks for another parameter: one after the other,
+  // they would take longer than a small piece.
   template <class Chain>
   __device__ void load_parameters(bool with_affine) const {
-    const Arguments& arguments = work.arguments;
-    const int kind = threadIdx.x % 4;
-    if (kind == kBias || kind == kScale ? !Chain::kReadsChannel : !with_affine) return;
-    const Parameter source = kind == kBias        ? arguments.bias
-                             : kind == kScale     ? arguments.scale
-                             : kind == kNormScale ? arguments.norm_weight
-                                                  : arguments.norm_bias;
+    constexpr int kLanes = cuda::kParameterLanes;
+    const int kind = threadIdx.x % kLanes;
+    if (kind >= kChainParameters || !(kind < kStageParameters ? Chain::kReadsChannel : with_affine)) return;
+    const Parameter source = parameter_of(work.arguments, kind);
 #pragma unroll 1
-    for (int c = threadIdx.x / 4; c < piece.channels; c += blockDim.x / 4)
-      parameter(kind, c) = value_of<T>(source, piece.channel + c, T(kind == kNormScale));
+    for (int c = threadIdx.x / kLanes; c < piece.channels; c += blockDim.x / kLanes)
+      parameter(kind, c) = value_of<T>(source, piece.channel + c, T(kind == kNormWeight));
   }
 
   // Those that an earlier kernel found.

@@ -5,7 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "core/problem.h"
-#include "cuda/device/workspace.cuh"
+#include "plan/workspace.h"
 #include "packed_rows.cuh"
 #include "plan/gradient_plan.h"
 

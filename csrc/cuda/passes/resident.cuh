@@ -27,8 +27,8 @@ class ResidentPass : public PassBase {
       : PassBase(problem, staging, carry, barrier) {
     const int c = thread();
     if (c < p_.tiling.out_channels)
-      kept().affine[c] = {value_of<float>(p_.arguments.norm_weight, c, 1.0f),
-                          value_of<float>(p_.arguments.norm_bias, c)};
+      kept().affine[c] = {value_of<float>(p_.arguments.parameters[kNormWeight], c, 1.0f),
+                          value_of<float>(p_.arguments.parameters[kNormBias], c)};
   }
 
   __device__ void set_rows(const ThreadRows& rows) { channels_.load(p_, rows); }
