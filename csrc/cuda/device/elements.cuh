@@ -24,7 +24,7 @@ inline Elements elements_from(const void* data, DType dtype, int64_t first) {
   return {const_cast<char*>(static_cast<const char*>(data)) + first * bytes_of(dtype), dtype};
 }
 
-// By a number that threads next to each other do not share: so it is no place in memory.
+// The kind differs from lane to lane: it is compared, as arguments that it indexes would be copied to memory.
 __device__ inline Parameter parameter_of(const Arguments& arguments, int kind) {
   const Parameter* parameter = arguments.parameters + kChainParameters - 1;
 #pragma unroll
