@@ -10,9 +10,9 @@
 #include "buffer.h"
 #include "core/chain.h"
 #include "parallel_for.h"
-#include "plan.h"
 #include "reduce_vjp.h"
 #include "row_vjp.h"
+#include "tiling.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

@@ -13,9 +13,9 @@
 #include "conv_gradients.h"
 #include "conv_source.h"
 #include "parallel_for.h"
-#include "plan.h"
 #include "reduce_vjp.h"
 #include "row_vjp.h"
+#include "tiling.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

@@ -11,8 +11,8 @@
 #include "core/chain.h"
 #include "layout.h"
 #include "parallel_for.h"
-#include "plan.h"
 #include "statistics.h"
+#include "tiling.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {

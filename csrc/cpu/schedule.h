@@ -9,10 +9,10 @@
 #include "buffer.h"
 #include "core/chain.h"
 #include "parallel_for.h"
-#include "plan.h"
 #include "reduce_tile.h"
 #include "source.h"
 #include "statistics.h"
+#include "tiling.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -37,14 +37,15 @@ class Schedule {
   Schedule(Source<T>& source, const Problem& problem, int threads)
       : source_(source),
         problem_(problem),
-        plan_(make_plan<Chain, T>(source, problem.arguments, problem.output, threads)),
-        plane_(source.plane(plan_.tile_rows)),
+        tiling_(make_tiling<Chain, T>(source, problem.arguments, problem.output, threads)),
+        plane_(source.plane(tiling_.tile_rows)),
         // The last row is read in whole vectors.
-        tile_elements_((Checked(plan_.unit_channels) * plane_ + kLanes<T>).value()),
+        tile_elements_((Checked(tiling_.unit_channels) * plane_ + kLanes<T>).value()),
         row_elements_(row_buffer_elements<T>(source.cols)),
         scratch_elements_(
-            (Checked(row_elements_) + round_up(Checked(source.prepare(plan_.tile_rows)), kLanes<T>)).value()),
-        unit_bytes_((Checked(plan_.tiles_per_unit) * tile_elements_ * int64_t(sizeof(T))).value()),
+            (Checked(row_elements_) + round_up(Checked(source.prepare(tiling_.tile_rows)), kLanes<T>))
+                .value()),
+        unit_bytes_((Checked(tiling_.tiles_per_unit) * tile_elements_ * int64_t(sizeof(T))).value()),
         keeps_(Chain::kNeedsStatistics && !source.is_cheap() && unit_bytes_ <= kKeepBytes),
         writes_runs_(is_run_of_rows<T>(problem.output)),
         streams_(writes_runs_ && streams_to<T>(problem.output)),
@@ -55,8 +56,8 @@ class Schedule {
   }
 
   void run() const {
-    const int64_t units = source_.samples * plan_.units_per_sample;
-    const int64_t threads = plan_.threads;
+    const int64_t units = source_.samples * tiling_.units_per_sample;
+    const int64_t threads = tiling_.threads;
     if constexpr (!Chain::kNeedsStatistics) {
       run_in_one_pass(units);
     } else if ((units % threads == 0 || units >= 4 * threads) &&
@@ -77,17 +78,17 @@ class Schedule {
     Channel<T>* parameters;  // [channel]
   };
 
-  int64_t groups(int64_t channels) const { return channels / plan_.group_channels; }
+  int64_t groups(int64_t channels) const { return channels / tiling_.group_channels; }
 
   Unit unit(int64_t index, Moments* moments, Channel<T>* parameters) const {
-    const int64_t channel = index % plan_.units_per_sample * plan_.unit_channels;
-    return {index / plan_.units_per_sample, channel, smaller(plan_.unit_channels, source_.channels - channel),
-            moments, parameters};
+    const int64_t channel = index % tiling_.units_per_sample * tiling_.unit_channels;
+    return {index / tiling_.units_per_sample, channel,
+            smaller(tiling_.unit_channels, source_.channels - channel), moments, parameters};
   }
 
   Place place(const Unit& unit, int64_t tile) const {
-    const int64_t row = tile * plan_.tile_rows;
-    return {unit.sample, unit.channel, unit.channels, row, smaller(plan_.tile_rows, source_.rows - row)};
+    const int64_t row = tile * tiling_.tile_rows;
+    return {unit.sample, unit.channel, unit.channels, row, smaller(tiling_.tile_rows, source_.rows - row)};
   }
 
   Tile<T> tile_at(T* tiles, int64_t index) const {
@@ -141,14 +142,14 @@ class Schedule {
       for (int64_t c = first, run; c < first + part.channels; c += run) {
         const Channel<T> channel = channels_[unit.channel + c];
         const auto stage = [&](Vector<T> x) { return Chain::before_norm(x, channel); };
-        const int64_t in_group = plan_.group_channels - c % plan_.group_channels;
+        const int64_t in_group = tiling_.group_channels - c % tiling_.group_channels;
         run = joins_channels_ ? smaller(in_group, first + part.channels - c) : 1;
         const T* plane = tile.data + c * plane_;
         const Moments found = joins_channels_
                                   ? moments_of(plane, plane_, run, source_.cols, stage)
                                   : moments_of(plane, source_.pitch, where.rows, source_.cols, stage);
-        Moments& of_group = moments[c / plan_.group_channels];
-        of_group = c % plan_.group_channels == 0 ? found : combine(of_group, found);
+        Moments& of_group = moments[c / tiling_.group_channels];
+        of_group = c % tiling_.group_channels == 0 ? found : combine(of_group, found);
       }
     });
   }
@@ -157,14 +158,14 @@ class Schedule {
     const int64_t group_count = groups(unit.channels);
     for (int64_t g = 0; g < group_count; ++g) {
       Moments all = unit.moments[g];
-      for (int64_t t = 1; t < plan_.tiles_per_unit; ++t)
+      for (int64_t t = 1; t < tiling_.tiles_per_unit; ++t)
         all = combine(all, unit.moments[t * group_count + g]);
       const GroupStatistics found = statistics_of(all, problem_.arguments.eps);
       if (problem_.statistics != nullptr) {
         const int64_t first = unit.sample * problem_.arguments.num_groups;
-        problem_.statistics[first + unit.channel / plan_.group_channels + g] = found;
+        problem_.statistics[first + unit.channel / tiling_.group_channels + g] = found;
       }
-      for (int64_t c = g * plan_.group_channels; c < (g + 1) * plan_.group_channels; ++c) {
+      for (int64_t c = g * tiling_.group_channels; c < (g + 1) * tiling_.group_channels; ++c) {
         unit.parameters[c] = channels_[unit.channel + c];
         set_norm(unit.parameters[c], problem_.arguments, unit.channel + c, found);
       }
@@ -197,45 +198,45 @@ class Schedule {
   }
 
   void run_in_one_pass(int64_t units) const {
-    const Buffer<T> memory(Checked(scratch_elements_) + tile_elements_, plan_.threads);
-    parallel_for(units * plan_.tiles_per_unit, plan_.threads, [&](int64_t i, int worker) {
+    const Buffer<T> memory(Checked(scratch_elements_) + tile_elements_, tiling_.threads);
+    parallel_for(units * tiling_.tiles_per_unit, tiling_.threads, [&](int64_t i, int worker) {
       T* scratch = memory.data() + worker * (scratch_elements_ + tile_elements_);
-      const Unit of_tile = unit(i / plan_.tiles_per_unit, nullptr, nullptr);
+      const Unit of_tile = unit(i / tiling_.tiles_per_unit, nullptr, nullptr);
       finish({of_tile.sample, of_tile.channel, of_tile.channels, nullptr, channels_.data() + of_tile.channel},
-             i % plan_.tiles_per_unit, tile_at(scratch + scratch_elements_, 0), scratch);
+             i % tiling_.tiles_per_unit, tile_at(scratch + scratch_elements_, 0), scratch);
     });
   }
 
   // Many units: each thread takes whole ones, and what is kept stays in its own cache.
   void run_unit_by_thread(int64_t units) const {
-    const int64_t tiles = keeps_ ? plan_.tiles_per_unit : 1;
+    const int64_t tiles = keeps_ ? tiling_.tiles_per_unit : 1;
     const int64_t elements = (Checked(tiles) * tile_elements_ + scratch_elements_).value();
-    const int64_t moments_count = plan_.tiles_per_unit * groups(plan_.unit_channels);
-    const Buffer<T> memory(elements, plan_.threads);
-    const Buffer<Moments> moments(moments_count, plan_.threads);
-    const Buffer<Channel<T>> parameters(plan_.unit_channels, plan_.threads);
-    parallel_for(units, plan_.threads, [&](int64_t i, int worker) {
-      const Unit mine =
-          unit(i, moments.data() + worker * moments_count, parameters.data() + worker * plan_.unit_channels);
+    const int64_t moments_count = tiling_.tiles_per_unit * groups(tiling_.unit_channels);
+    const Buffer<T> memory(elements, tiling_.threads);
+    const Buffer<Moments> moments(moments_count, tiling_.threads);
+    const Buffer<Channel<T>> parameters(tiling_.unit_channels, tiling_.threads);
+    parallel_for(units, tiling_.threads, [&](int64_t i, int worker) {
+      const Unit mine = unit(i, moments.data() + worker * moments_count,
+                             parameters.data() + worker * tiling_.unit_channels);
       T* scratch = memory.data() + worker * elements;
       T* kept = scratch + scratch_elements_;
-      for (int64_t t = 0; t < plan_.tiles_per_unit; ++t) measure(mine, t, tile_at(kept, t), scratch);
+      for (int64_t t = 0; t < tiling_.tiles_per_unit; ++t) measure(mine, t, tile_at(kept, t), scratch);
       set_norms(mine);
-      for (int64_t t = 0; t < plan_.tiles_per_unit; ++t) finish(mine, t, tile_at(kept, t), scratch);
+      for (int64_t t = 0; t < tiling_.tiles_per_unit; ++t) finish(mine, t, tile_at(kept, t), scratch);
     });
   }
 
   // Few units: all threads share the tiles of one.
   void run_unit_by_all_threads(int64_t units) const {
     const int64_t own_elements = (Checked(scratch_elements_) + (keeps_ ? 0 : tile_elements_)).value();
-    const Buffer<T> own(own_elements, plan_.threads);
-    const Buffer<T> kept(keeps_ ? plan_.tiles_per_unit : 0, tile_elements_);
-    const Buffer<Moments> moments(plan_.tiles_per_unit, groups(plan_.unit_channels));
-    const Buffer<Channel<T>> parameters(plan_.unit_channels);
+    const Buffer<T> own(own_elements, tiling_.threads);
+    const Buffer<T> kept(keeps_ ? tiling_.tiles_per_unit : 0, tile_elements_);
+    const Buffer<Moments> moments(tiling_.tiles_per_unit, groups(tiling_.unit_channels));
+    const Buffer<Channel<T>> parameters(tiling_.unit_channels);
     for (int64_t i = 0; i < units; ++i) {
       const Unit shared = unit(i, moments.data(), parameters.data());
       const auto for_each_tile = [&](auto step) {
-        parallel_for(plan_.tiles_per_unit, plan_.threads, [&](int64_t t, int worker) {
+        parallel_for(tiling_.tiles_per_unit, tiling_.threads, [&](int64_t t, int worker) {
           T* scratch = own.data() + worker * own_elements;
           step(t, tile_at(keeps_ ? kept.data() : scratch + scratch_elements_, t), scratch);
         });
@@ -248,7 +249,7 @@ class Schedule {
 
   Source<T>& source_;
   const Problem& problem_;
-  const Plan plan_;
+  const Tiling tiling_;
   const int64_t plane_;
   const int64_t tile_elements_;
   const int64_t row_elements_;

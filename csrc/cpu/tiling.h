@@ -17,7 +17,7 @@ constexpr int64_t kUnitChannels = 64;       // packing the input is shared by so
 constexpr int64_t kUnitBytes = 512 * 1024;  // what is kept of a unit stays in L2, where groups are that small
 constexpr int64_t kThreadOperations = 1 << 18;  // fewer are not worth waking a thread
 
-struct Plan {
+struct Tiling {
   int64_t group_channels;
   int64_t unit_channels;
   int64_t units_per_sample;
@@ -65,20 +65,20 @@ int threads_worth_waking(int64_t most, Counts... counts) {
 }
 
 template <class Chain, class T>
-Plan make_plan(const Source<T>& source, const Arguments& arguments, const Tensor& output, int threads) {
-  Plan plan;
-  plan.group_channels = Chain::kNeedsStatistics ? source.channels / arguments.num_groups : 1;
-  plan.unit_channels = channels_of_unit<Chain>(source, plan.group_channels, output);
-  plan.units_per_sample = ceil_div(source.channels, plan.unit_channels);
-  plan.tile_rows = rows_of_tile(source, plan.unit_channels, plan.units_per_sample,
-                                Chain::Reduce::kPools ? arguments.pool[0] : 1);
-  plan.tiles_per_unit = ceil_div(source.rows, plan.tile_rows);
+Tiling make_tiling(const Source<T>& source, const Arguments& arguments, const Tensor& output, int threads) {
+  Tiling tiling;
+  tiling.group_channels = Chain::kNeedsStatistics ? source.channels / arguments.num_groups : 1;
+  tiling.unit_channels = channels_of_unit<Chain>(source, tiling.group_channels, output);
+  tiling.units_per_sample = ceil_div(source.channels, tiling.unit_channels);
+  tiling.tile_rows = rows_of_tile(source, tiling.unit_channels, tiling.units_per_sample,
+                                  Chain::Reduce::kPools ? arguments.pool[0] : 1);
+  tiling.tiles_per_unit = ceil_div(source.rows, tiling.tile_rows);
 
   // No thread, and no memory for one, without work: a tile at the least, and not too small a share.
-  const int64_t tiles = (Checked(source.samples) * plan.units_per_sample * plan.tiles_per_unit).value();
-  plan.threads = threads_worth_waking(smaller(threads, tiles), source.samples, source.channels, source.rows,
-                                      source.cols, source.cost());
-  return plan;
+  const int64_t tiles = (Checked(source.samples) * tiling.units_per_sample * tiling.tiles_per_unit).value();
+  tiling.threads = threads_worth_waking(smaller(threads, tiles), source.samples, source.channels, source.rows,
+                                        source.cols, source.cost());
+  return tiling;
 }
 
 }  // namespace FUSEDCONV_TARGET

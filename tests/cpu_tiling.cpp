@@ -1,7 +1,7 @@
 // Rows of the CPU's tiles: those that a filter reaches beyond a tile are packed with it, for each tile again.
-// Usage: plan CALLS
+// Usage: tiling CALLS
 
-#include "cpu/plan.h"
+#include "cpu/tiling.h"
 
 #include <cstdio>
 #include <cstdlib>
