@@ -256,9 +256,21 @@ def check_conv(
     groups: int,
 ) -> Shape:
     """The conv's arguments. Gives the shape of its output."""
-    n, channels, height, width = check_image(input)
-    dtype, device = input.dtype, input.device
-    if weight.dtype is not dtype or weight.device != device:
+    n, channels, *_ = check_image(input)
+    _check_weight(weight, input, channels, groups)
+    if conv_bias is not None:
+        _check_conv_bias(conv_bias, input, weight.shape[0])
+    for name, pair, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        if len(pair) != 2 or pair[0] < least or pair[1] < least:
+            raise _wrong_pair(name, pair, least)
+        if pair[0] > _MOST_STEP or pair[1] > _MOST_STEP:
+            raise RuntimeError(f"{name} must be at most {_MOST_STEP}, but is {list(pair)}")
+    _check_sides(input, weight, padding, dilation)
+    return n, weight.shape[0], *output_sides(input, weight, stride, padding, dilation)
+
+
+def _check_weight(weight: Tensor, input: Tensor, channels: int, groups: int) -> None:
+    if weight.dtype is not input.dtype or weight.device != input.device:
         raise _wrong_kin("weight", weight, input, or_float32=False)
     shape = weight.shape
     if len(shape) != 4:
@@ -279,19 +291,21 @@ def check_conv(
             f"weight of shape {list(shape)} with groups={groups} takes {in_channels * groups} input channels,"
             f" but input has shape {list(input.shape)}"
         )
-    if conv_bias is not None:
-        if conv_bias.dtype is not dtype or conv_bias.device != device:
-            raise _wrong_kin("conv_bias", conv_bias, input, or_float32=False)
-        if conv_bias.shape != (out_channels,):
-            raise RuntimeError(
-                f"conv_bias must have shape [{out_channels}], but has shape {list(conv_bias.shape)}"
-            )
-    for name, pair, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        if len(pair) != 2 or pair[0] < least or pair[1] < least:
-            raise _wrong_pair(name, pair, least)
-        if pair[0] > _MOST_STEP or pair[1] > _MOST_STEP:
-            raise RuntimeError(f"{name} must be at most {_MOST_STEP}, but is {list(pair)}")
 
+
+def _check_conv_bias(conv_bias: Tensor, input: Tensor, out_channels: int) -> None:
+    if conv_bias.dtype is not input.dtype or conv_bias.device != input.device:
+        raise _wrong_kin("conv_bias", conv_bias, input, or_float32=False)
+    if conv_bias.shape != (out_channels,):
+        raise RuntimeError(
+            f"conv_bias must have shape [{out_channels}], but has shape {list(conv_bias.shape)}"
+        )
+
+
+def _check_sides(input: Tensor, weight: Tensor, padding: Sequence[int], dilation: Sequence[int]) -> None:
+    """The kernel fits into the padded input."""
+    _, _, height, width = input.shape
+    _, _, kernel_h, kernel_w = shape = weight.shape
     spare_h = height + 2 * padding[0] - dilation[0] * (kernel_h - 1) - 1
     spare_w = width + 2 * padding[1] - dilation[1] * (kernel_w - 1) - 1
     for fits in (spare_h >= 0, spare_w >= 0):
@@ -306,7 +320,6 @@ def check_conv(
             _must(
                 some, f"input must have a height and a width of at least 1, but has shape {list(input.shape)}"
             )
-    return n, out_channels, *output_sides(input, weight, stride, padding, dilation)
 
 
 # A chain's own arguments, by name: check(name, value, shape of the conv's output, input).
