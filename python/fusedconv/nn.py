@@ -63,12 +63,12 @@ class ConvOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class _Place(TypedDict):
+class _FactoryKwargs(TypedDict):
     device: torch.device | str | int | None
     dtype: torch.dtype | None
 
 
-def _place(options: ConvOptions) -> _Place:
+def _factory_kwargs(options: ConvOptions) -> _FactoryKwargs:
     return {"device": options.get("device"), "dtype": options.get("dtype")}
 
 
@@ -167,7 +167,7 @@ def _shortest(
     return stride, padding, dilation, groups
 
 
-def _forward(chain: str, name: str) -> Callable[[Any, Tensor], Tensor]:
+def _forward_of(chain: str, name: str) -> Callable[[Any, Tensor], Tensor]:
     """Of the module of a chain. TorchScript finds operators in a closure, but none that a class holds."""
     behind_conv, with_conv = (getattr(torch.ops.fusedconv, name) for name in (chain, f"conv2d_{chain}"))
 
@@ -205,7 +205,7 @@ class _ConvChain(nn.Module):
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         if "_chain" in vars(cls) and "forward" not in vars(cls):
-            cls.forward = _forward(cls._chain, f"{cls.__qualname__}.forward")
+            cls.forward = _forward_of(cls._chain, f"{cls.__qualname__}.forward")
 
     def _take(self, conv: nn.Conv2d) -> None:
         _check_part("conv", conv, nn.Conv2d, *_OTHER_CONVS, nn.GroupNorm)
@@ -372,12 +372,12 @@ class ConvBiasScaleSigmoidGroupNorm(_ConvNormChain):
         scale_shape: Sequence[int],
         **options: Unpack[ConvOptions],
     ) -> None:
-        place = _place(options)
+        factory_kwargs = _factory_kwargs(options)
         self._take(
             _conv2d(in_channels, out_channels, kernel_size, **options),
-            nn.Parameter(torch.randn(bias_shape, **place)),
-            nn.Parameter(torch.randn(scale_shape, **place)),
-            nn.GroupNorm(num_groups, out_channels, **place),
+            nn.Parameter(torch.randn(bias_shape, **factory_kwargs)),
+            nn.Parameter(torch.randn(scale_shape, **factory_kwargs)),
+            nn.GroupNorm(num_groups, out_channels, **factory_kwargs),
         )
 
     def _take(  # type: ignore[override]
@@ -435,11 +435,11 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
         clamp_max: float | None,
         **options: Unpack[ConvOptions],
     ) -> None:
-        place = _place(options)
+        factory_kwargs = _factory_kwargs(options)
         self._take(
             _conv2d(in_channels, out_channels, kernel_size, **options),
-            nn.GroupNorm(num_groups, out_channels, **place),
-            nn.Parameter(torch.ones(scale_shape, **place)),
+            nn.GroupNorm(num_groups, out_channels, **factory_kwargs),
+            nn.Parameter(torch.ones(scale_shape, **factory_kwargs)),
             maxpool_kernel_size,
             clamp_min,
             clamp_max,
@@ -522,7 +522,7 @@ class ConvGroupNormSiLU(_ConvNormChain):
     ) -> None:
         self._take(
             _conv2d(in_channels, out_channels, kernel_size, **options),
-            nn.GroupNorm(num_groups, out_channels, float(eps), **_place(options)),
+            nn.GroupNorm(num_groups, out_channels, float(eps), **_factory_kwargs(options)),
         )
 
     @classmethod
@@ -564,7 +564,7 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
     ) -> None:
         self._take(
             _conv2d(in_channels, out_channels, kernel_size, **options),
-            nn.GroupNorm(groups, out_channels, float(eps), **_place(options)),
+            nn.GroupNorm(groups, out_channels, float(eps), **_factory_kwargs(options)),
         )
 
     @classmethod
