@@ -1,5 +1,6 @@
 // The module fusedconv._C: what Python passes becomes the structs of core/problem.h. See
 // python/fusedconv/_C.pyi.
+#include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,9 +13,11 @@
 #include <tuple>
 #include <vector>
 
+#include "core/checked.h"
 #include "core/problem.h"
 #include "cpu/dispatch.h"
 #include "cuda/host/entry.h"
+#include "plan/chain_backward.h"
 #include "plan/conv_plan.h"
 #include "plan/cpu_policy.h"
 
@@ -270,23 +273,74 @@ std::string reason_of(const Plan& plan) {
   return plan.remarks.empty() ? "" : name_of(plan.remarks.front().reason);
 }
 
+std::string repr_of(const Plan& plan) {
+  const std::string workspace =
+      plan.workspace == 0 ? "" : ", " + std::to_string(plan.workspace) + " bytes of workspace";
+  return "<fusedconv._C.Plan: " + text_of(plan) + workspace + ">";
+}
+
+// Plans divide by these. Operators' own arguments have been checked in Python.
+template <class Values>
+void check_least(const char* name, const Values& values, int64_t least) {
+  for (const int64_t value : values)
+    if (value < least)
+      throw std::invalid_argument("fusedconv: " + std::string(name) + " must be " + std::to_string(least) +
+                                  " or more in a plan, but is " + std::to_string(value));
+}
+
+InputAndConv checked(const PyForm& input, const PyConv& conv) {
+  const auto& [weight, stride, padding, dilation, groups, tf32] = conv;
+  check_least("a size of input", std::get<1>(input), 0);
+  check_least("a size of weight", std::get<1>(weight), 1);
+  check_least("stride", stride, 1);
+  check_least("padding", padding, 0);
+  check_least("dilation", dilation, 1);
+  check_least("groups", std::array{groups}, 1);
+  return {to_tensor(input), to_conv(conv)};
+}
+
 Plan plan_conv(const PyForm& input, const PyConv& conv, const std::string& instructions) {
-  return plan_conv_on_cpu(to_tensor(input), to_conv(conv), instructions_named(instructions));
+  const InputAndConv from = checked(input, conv);
+  return plan_conv_on_cpu(from.input, from.conv, instructions_named(instructions));
 }
 
-Plan plan_conv_gradients(const PyForm& input, const PyConv& conv, const std::string& instructions) {
-  return plan_conv_gradients_on_cpu(to_tensor(input), to_conv(conv), instructions_named(instructions));
+Plan plan_v(const PyForm& input, const PyConv& conv, bool stores, const std::string& instructions) {
+  return plan_v_on_cpu(checked(input, conv), stores, instructions_named(instructions));
 }
 
-Plan plan_chain_gradients(const PyForm& v) { return plan_chain_gradients_on_cpu(to_tensor(v)); }
+std::optional<DType> to_dtype(std::optional<int> code) {
+  return code ? std::optional<DType>(static_cast<DType>(*code)) : std::nullopt;
+}
+
+Plan plan_backward(const PyForm& v, std::optional<int> grad, bool has_infinite_bounds,
+                   const std::optional<PyConvInput>& conv, const std::string& instructions) {
+  std::optional<InputAndConv> from;
+  if (conv) from = checked(conv->first, conv->second);
+  check_least("a size of v", std::get<1>(v), 0);
+  return plan_backward_on_cpu(to_tensor(v), to_dtype(grad), has_infinite_bounds, from,
+                              instructions_named(instructions));
+}
+
+Plan plan_chain(int v, std::optional<int> grad, bool has_infinite_bounds) {
+  return plan_chain_backward(static_cast<DType>(v), to_dtype(grad), has_infinite_bounds);
+}
 
 // For tests of what no machine at hand has.
 Plan plan_for_card(const PyForm& input, const PyConv& conv, const PyForm& output,
                    const std::optional<Pair>& pool, bool waits_for_norms, const PyCard& card) {
-  const Conv own = to_conv(conv);
-  Problem problem{to_tensor(input), &own, {}, to_tensor(output)};
-  for (int d = 0; d < 2; ++d) problem.arguments.pool[d] = pool ? (*pool)[d] : 1;
+  const InputAndConv from = checked(input, conv);
   const auto& [capability, multiprocessors, shared_bytes] = card;
+  check_least("a size of input", std::get<1>(input), 1);
+  check_least("a size of output", std::get<1>(output), 1);
+  check_least("pool", pool.value_or(Pair{1, 1}), 1);
+  check_least("card", std::array{multiprocessors, shared_bytes}, 1);
+  Problem problem{from.input, &from.conv, {}, to_tensor(output)};
+  for (int d = 0; d < 2; ++d) {
+    const Checked span = Checked(from.conv.dilation[d]) * (from.conv.weight.size[2 + d] - 1);
+    const Checked side = from.input.size[2 + d] + 2 * Checked(from.conv.padding[d]) - span;
+    check_least("a side of the conv's output", std::array{side.value()}, 1);
+    problem.arguments.pool[d] = pool ? (*pool)[d] : 1;
+  }
   const Instructions instructions = capability < 80    ? Instructions::kNone
                                     : capability == 90 ? Instructions::kSm90a
                                                        : Instructions::kSm80;
@@ -329,7 +383,10 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
       .def_property_readonly("words", py::overload_cast<const Plan&>(&words_of))
       .def_property_readonly("workspace_bytes", [](const Plan& plan) { return plan.workspace; })
       .def_property_readonly("is_ours", &Plan::is_ours)
-      .def("__str__", [](const Plan& plan) { return name_of(plan.path) + (", " + words_of(plan)); });
+      .def_property_readonly("terms", [](const Plan& plan) { return plan.terms; })
+      .def("__str__", &text_of)
+      .def("__repr__", &repr_of)
+      .def(py::self == py::self);
   py::class_<Launch>(module, "Launch")
       .def(py::init<const std::string&, const std::vector<PyTensor>&, const PyForm&,
                     const std::optional<PyConv>&, const PyNumbers&, const PyForm&>())
@@ -344,8 +401,9 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
       .def("on_cuda", &Backward::on_cuda)
       .def("prepare_cuda", &Backward::prepare_cuda);
   module.def("plan_conv_on_cpu", &plan_conv);
-  module.def("plan_conv_gradients_on_cpu", &plan_conv_gradients);
-  module.def("plan_chain_gradients_on_cpu", &plan_chain_gradients);
+  module.def("plan_v_on_cpu", &plan_v);
+  module.def("plan_backward_on_cpu", &plan_backward);
+  module.def("plan_chain_backward", &plan_chain);
   module.def("plan_for_card", &plan_for_card);
   module.def("cuda_chains", [] { return py::tuple(py::cast(cuda_chains())); });
   module.def("cuda_status", &cuda_status);

@@ -56,6 +56,7 @@ class Planned:
     words: str = ""
     instructions: str = ""
     workspace_bytes: int = 0
+    terms: int = 1
 
     @property
     def is_ours(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from chains_table import BY_NAME, CONV_ROWS, Row, generator, randn
 from cuda_conv import IEEE, SAME, Call, Case, cases, draw, forget
 from fusedconv import _C
+from fusedconv._register import OPERATORS
 from gradients import check_conv_gradients, conv_gradients, named, plain_gradients, smooth_direction
 from helpers import new_process, profile, same_bits
 
@@ -249,6 +250,40 @@ def test_where_our_gradients_run(
     assert not ours(Case(2, (8, 64), (41, 41), groups=8))  # another call: the first one's launch is prepared
 
 
+@conv_rows
+def test_backward_tells_who_finds_its_gradients(
+    row: Row, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And, where these are not all ours, who computes v again."""
+    monkeypatch.delenv("FUSEDCONV_CPU_PATH")
+    monkeypatch.setattr(_C, "cpu_isa", lambda: "avx2")
+    caplog.set_level("DEBUG", logger="fusedconv")
+    forget()
+    stores = OPERATORS[row.conv].operator.chain.stores
+    wide, float32 = Case(2, (8, 64), (40, 40), groups=8), torch.float32
+    for case, dtype, stride, told, of_v in (
+        (wide, float32, 1, "direct, avx2, 72 products for a value, with the conv's gradients", ""),
+        (wide, float32, 2, "two-step, stride", "direct, avx2, 72 products for a value"),
+        (wide, torch.bfloat16, 1, "plain, bfloat16", "two-step, bfloat16"),
+        (
+            Case(2, (13, 16), (40, 40), groups=8),
+            float32,
+            1,
+            "two-step, 13 channels, 38 columns",
+            "direct, avx2, 117 products for a value",
+        ),
+        (
+            Case(2, (8, 64), (7, 7), groups=8),
+            float32,
+            1,
+            "plain, 25 pixels",
+            "direct, avx2, 72 products for a value",
+        ),
+    ):
+        messages = told_of_backward(caplog, row, draw(row, case, dtype, "cpu"), stride=(stride, stride))
+        assert messages == [told, *([of_v if stores else "two-step, a reduction"] if of_v else [])]
+
+
 # ---- instruction sets ----------------------------------------------------------------------------
 
 LEVELS = """
@@ -257,6 +292,7 @@ import torch
 from chains_table import CONV_ROWS
 from cuda_conv import IEEE, Case, draw
 from fusedconv import _C
+from fusedconv._register import OPERATORS
 from gradients import check_conv_gradients
 
 assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fusedconv import _C
+from fusedconv.chains import output_size
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 HERE = Path(__file__).parent
@@ -75,7 +76,7 @@ def test_plans_of_backward(tmp_path: Path) -> None:
 @compiles
 def test_tiles_on_the_cpu(tmp_path: Path) -> None:
     """A filter that reaches far has tiles of as many rows, or each would pack what it reaches again."""
-    run(tmp_path, HERE / "cpu_plan.cpp", CPU / "conv_source.cpp", CPU / "memory.cpp", calls=100_000)
+    run(tmp_path, HERE / "cpu_tiling.cpp", CPU / "conv_source.cpp", CPU / "memory.cpp", calls=100_000)
 
 
 # ---- the CPU's thresholds, each at its edge -------------------------------------------------------
@@ -106,6 +107,15 @@ def planned(
 ) -> _C.Plan:
     conv = form(weight, dtype=dtype), (stride, stride), padding, dilation, groups, False
     return plan(form(input, layout, dtype), conv, isa)
+
+
+def backward(input: _C.Form, conv: _C.Conv, isa: str) -> _C.Plan:
+    """Of a chain whose output's gradient has the input's dtype."""
+    dtype, size, _ = input
+    (_, weight, _), stride, padding, dilation, *_ = conv
+    sides = map(output_size, size[2:], weight[2:], stride, padding, dilation)
+    v = form((size[0], weight[0], *sides), dtype=dtype)
+    return _C.plan_backward_on_cpu(v, dtype, False, (input, conv), isa)
 
 
 # Input, weight, the rest; the reason against our conv, or None; and for which instruction sets: the others run ours.
@@ -209,7 +219,7 @@ GRADIENTS: dict[str, tuple[Sequence[int], Sequence[int], dict[str, Any], str | N
 def test_who_computes_a_convs_gradients_on_the_cpu(
     input: Sequence[int], weight: Sequence[int], more: Any, reason: str | None, isa: str
 ) -> None:
-    plan = planned(input, weight, isa, plan=_C.plan_conv_gradients_on_cpu, **more)
+    plan = planned(input, weight, isa, plan=backward, **more)
     if reason in (None, "blocks") and isa == "baseline":
         reason = "instructions"
     assert (plan.path, plan.reason) == (("direct", "products") if reason is None else ("two-step", reason))
@@ -229,8 +239,45 @@ def test_who_computes_a_convs_gradients_on_the_cpu(
     ],
 )
 def test_who_computes_a_chains_gradients_on_the_cpu(size: Sequence[int], dtype: int, reason: str) -> None:
-    plan = _C.plan_chain_gradients_on_cpu(form(size, dtype=dtype))
+    plan = _C.plan_backward_on_cpu(form(size, dtype=dtype), dtype, False, None, "avx2")
     assert (plan.path, plan.reason) == ("plain" if reason else "chain", reason)
+
+
+@pytest.mark.parametrize(
+    ("v", "grad", "has_infinite_bounds", "reason", "on_cpu"),
+    [
+        (_C.FLOAT32, _C.FLOAT32, False, "", ""),
+        (_C.BFLOAT16, _C.BFLOAT16, False, "", "bfloat16"),
+        (_C.FLOAT16, _C.FLOAT32, False, "", "float16"),  # as autocast widens it
+        (_C.FLOAT32, _C.FLOAT64, False, "grad_dtype", "grad_dtype"),
+        (_C.FLOAT64, _C.FLOAT32, False, "grad_dtype", "grad_dtype"),
+        (_C.FLOAT16, _C.BFLOAT16, False, "grad_dtype", "float16"),
+        (_C.FLOAT32, None, False, "grad_dtype", "grad_dtype"),
+        (_C.FLOAT32, _C.FLOAT32, True, "infinite_bounds", "infinite_bounds"),
+    ],
+)
+def test_which_gradients_kernels_take(
+    v: int, grad: int | None, has_infinite_bounds: bool, reason: str, on_cpu: str
+) -> None:
+    plan = _C.plan_chain_backward(v, grad, has_infinite_bounds)
+    assert (plan.path, plan.reason) == ("plain" if reason else "chain", reason)
+    conv = form((2, 4, 40, 40), dtype=v), (form((8, 4, 3, 3), dtype=v), (1, 1), (1, 1), (1, 1), 1, False)
+    for given in (None, conv):
+        plan = _C.plan_backward_on_cpu(
+            form((2, 8, 40, 40), dtype=v), grad, has_infinite_bounds, given, "avx2"
+        )
+        assert plan.reason == (on_cpu or ("products" if given else ""))
+        assert plan.path == ("plain" if on_cpu else "direct" if given else "chain")
+
+
+def test_who_computes_v_again_on_the_cpu() -> None:
+    """The conv that forward has, but before a reduction."""
+    for weight, path in (((8, 4, 3, 3), "direct"), ((8, 2, 3, 3), "two-step")):
+        call = form((2, 4, 40, 40)), (form(weight), (1, 1), (0, 0), (1, 1), 4 // weight[1], False)
+        again, reduced = (_C.plan_v_on_cpu(*call, stores, "avx2") for stores in (True, False))
+        assert again == _C.plan_conv_on_cpu(*call, "avx2")
+        assert again.path == path
+        assert (reduced.path, reduced.reason) == ("two-step", "reduction")
 
 
 def test_the_path_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +287,9 @@ def test_the_path_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(*wide).path == "two-step"
     monkeypatch.setenv("FUSEDCONV_CPU_PATH", "DIRECT")
     assert planned(*wide).path == "direct"
-    assert planned(*wide, "baseline", plan=_C.plan_conv_gradients_on_cpu).path == "direct"
+    assert planned(*wide, "baseline", plan=backward).path == "direct"
     assert planned(*half, dtype=_C.FLOAT16).reason == "float16"
-    assert _C.plan_chain_gradients_on_cpu(form((1, 1, 1, 1))).is_ours
+    assert _C.plan_backward_on_cpu(form((1, 1, 1, 1)), _C.FLOAT32, False, None, "avx2").is_ours
     monkeypatch.setenv("FUSEDCONV_CPU_PATH", "two-step")
     assert planned((1, 4, 40, 40), (8, 4, 3, 3)).reason == "asked"
     monkeypatch.setenv("FUSEDCONV_CPU_PATH", "one-step")
@@ -264,7 +311,7 @@ CARDS: dict[str, tuple[Any, ...]] = {
     "tf32, 1225 products": ((49, 32), 5, 64, True, None, False, *["many_products"] * 3),
     "norm, 32 channels": ((32, 32), 3, 64, False, None, True, "no_kernels", "tiles", "tiles"),
     "norm, 33 channels": ((33, 32), 1, 64, False, None, True, *["many_products"] * 3),
-    "norm, taps in parts": ((6, 64), 7, 64, False, None, True, "no_kernels", "tiles", "kernel_in_parts"),
+    "norm, taps in chunks": ((6, 64), 7, 64, False, None, True, "no_kernels", "tiles", "taps_in_chunks"),
     "pool, a small map": ((3, 16), 3, 48, False, (2, 2), False, "no_kernels", "tiles", "small_map"),
     "pool": ((8, 32), 3, 64, False, (2, 2), False, "no_kernels", "tiles", "tiles"),
     "float64": ((8, 32), 3, 64, None, None, False, *["float64"] * 3),
@@ -290,8 +337,88 @@ def test_who_runs_a_conv_on_a_card(case: tuple[Any, ...], monkeypatch: pytest.Mo
             assert 0 < plan.numbers["shared_bytes"] <= card[2]
 
 
+def test_terms_of_a_product() -> None:
+    """Exact float32 multiplies halves of its operands."""
+    for tf32, expected in ((False, 3), (True, 1)):
+        conv = form((16, 8, 3, 3)), (1, 1), (1, 1), (1, 1), 1, tf32
+        assert _C.plan_conv_on_cpu(form((2, 8, 64, 64)), conv, "avx2").terms == 1
+        for card, terms in ((T4, 1), (A100, expected), (H100, expected)):
+            forms = form((2, 8, 64, 64)), conv, form((2, 16, 64, 64))
+            assert _C.plan_for_card(*forms, None, True, card).terms == terms
+
+
 def test_samples_stay_on_hopper_alone() -> None:
     conv = form((16, 8, 3, 3)), (1, 1), (1, 1), (1, 1), 1, False
     forms = form((2, 8, 64, 64)), conv, form((2, 16, 64, 64))
     words = [_C.plan_for_card(*forms, None, True, card).words for card in (A100, H100)]
     assert [text.endswith(", samples stay there") for text in words] == [False, True]
+
+
+# ---- what a plan is -------------------------------------------------------------------------------
+
+
+def test_text_of_plans() -> None:
+    given = _C.plan_chain_backward(_C.FLOAT32, _C.FLOAT32, False)
+    assert (str(given), repr(given)) == ("chain", "<fusedconv._C.Plan: chain>")
+    direct = planned((1, 4, 40, 40), (8, 4, 3, 3))
+    assert str(direct) == "direct, avx2, 36 products for a value"
+    assert repr(direct) == f"<fusedconv._C.Plan: {direct}>"
+
+
+def test_plans_are_equal_if_all_that_they_say_is() -> None:
+    plan = planned((1, 4, 40, 40), (8, 4, 3, 3))
+    assert plan == planned((2, 4, 41, 41), (16, 4, 3, 3))
+    assert plan != planned((1, 5, 40, 40), (8, 5, 3, 3))
+    assert plan != planned((1, 4, 40, 40), (8, 4, 3, 3), "avx512")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stride", (0, 1)),
+        ("padding", (0, -1)),
+        ("dilation", (1, 0)),
+        ("groups", 0),
+        ("weight", (8, 4, 3, 0)),
+        ("weight", (0, 4, 3, 3)),
+        ("input", (2, 4, -1, 9)),
+    ],
+)
+def test_plans_refuse_what_no_conv_has(name: str, value: Any) -> None:
+    """They divide by it, which ended the process."""
+    call: dict[str, Any] = {
+        "input": (2, 4, 9, 9),
+        "weight": (8, 4, 3, 3),
+        "stride": (1, 1),
+        "padding": (0, 0),
+    }
+    call |= {"dilation": (1, 1), "groups": 1, name: value}
+    forms = [(_C.FLOAT32, call[key], (1, 1, 1, 1)) for key in ("input", "weight")]
+    conv = forms[1], call["stride"], call["padding"], call["dilation"], call["groups"], False
+    v = form((2, 8, 7, 7))
+    plans: Sequence[Callable[[], _C.Plan]] = (
+        lambda: _C.plan_conv_on_cpu(forms[0], conv, "avx2"),
+        lambda: _C.plan_v_on_cpu(forms[0], conv, True, "avx2"),
+        lambda: _C.plan_backward_on_cpu(v, _C.FLOAT32, False, (forms[0], conv), "avx2"),
+        lambda: _C.plan_for_card(forms[0], conv, v, None, True, H100),
+    )
+    for plan in plans:
+        with pytest.raises(
+            ValueError, match=rf"^fusedconv: (a size of )?{name} must be [01] or more in a plan"
+        ):
+            plan()
+
+
+@pytest.mark.parametrize(
+    ("pool", "card", "kernel", "name"),
+    [
+        ((2, 0), H100, 3, "pool"),
+        (None, (90, 0, 232448), 3, "card"),
+        (None, (90, 132, 0), 3, "card"),
+        (None, H100, 10, "a side of the conv's output"),
+    ],
+)
+def test_plans_for_cards_refuse_what_no_card_has(pool: Any, card: Any, kernel: int, name: str) -> None:
+    conv = form((8, 4, kernel, kernel)), (1, 1), (0, 0), (1, 1), 1, False
+    with pytest.raises(ValueError, match=f"^fusedconv: {name} must be 1 or more in a plan, but is 0"):
+        _C.plan_for_card(form((2, 4, 9, 9)), conv, form((2, 8, 7, 7)), pool, False, card)

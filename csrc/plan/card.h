@@ -31,7 +31,7 @@ struct Architecture {
   int most_products;
   int most_exact_products;
   // And of kernels whose taps do not fit into shared memory at once, where the chain waits for norms.
-  bool is_slower_in_parts;
+  bool is_slower_in_chunks;
   // And of maps so small that a pooled chain's four launches take longer than PyTorch's conv and one kernel.
   int few_tiles;
 };

@@ -5,6 +5,8 @@
 #include <numeric>
 #include <set>
 
+#include "sizes.h"
+
 namespace fusedconv {
 namespace cuda {
 
@@ -19,9 +21,6 @@ namespace {
 constexpr int kMostStack = 4;  // the 16 rows of a warp belong to one row of the output
 constexpr int kWarpThreads = 32;
 constexpr int kMostTapChunks = 9;  // each has panels of its own
-
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
 void set_conv(ConvTiling& t, const Problem& problem) {
   const Conv& conv = *problem.conv;
@@ -45,14 +44,14 @@ bool reads_vectors(const ConvTiling& t, const Tensor& input) {
 }
 
 // Groups of taps along a row of the kernel.
-int groups_of_row(const ConvTiling& t) { return ceil_div(t.kernel[1], t.unit_taps); }
+int groups_of_row(const ConvTiling& t) { return int(divide_up(t.kernel[1], t.unit_taps)); }
 
 void set_units(ConvTiling& t, const Tensor& input) {
   t.unit_channels = 1;
   while (t.unit_channels < kUnitElements && t.unit_channels < t.in_channels) t.unit_channels *= 2;
   t.unit_taps = kUnitElements / t.unit_channels;
-  t.blocks = ceil_div(t.in_channels, t.unit_channels);
-  t.row_blocks = ceil_div(t.out_channels, kRows);
+  t.blocks = int(divide_up(t.in_channels, t.unit_channels));
+  t.row_blocks = int(divide_up(t.out_channels, kRows));
   t.by_row_blocks = divisor(t.row_blocks);
   t.reads_vectors = reads_vectors(t, input);
 }
@@ -63,10 +62,10 @@ void set_chunk_taps(ConvTiling& t, int cuts) {
   const int groups = groups_of_row(t);
   const int down = std::min(cuts, t.kernel[0] - 1) + 1;
   const int across = cuts + 2 - down;
-  t.kernel_rows = ceil_div(t.kernel[0], down);
-  t.tap_groups = ceil_div(groups, across);
-  t.by_chunks_down = divisor(ceil_div(t.kernel[0], t.kernel_rows));
-  t.by_chunks_across = divisor(ceil_div(groups, t.tap_groups));
+  t.kernel_rows = int(divide_up(t.kernel[0], down));
+  t.tap_groups = int(divide_up(groups, across));
+  t.by_chunks_down = divisor(int(divide_up(t.kernel[0], t.kernel_rows)));
+  t.by_chunks_across = divisor(int(divide_up(groups, t.tap_groups)));
 }
 
 int most_cuts(const ConvTiling& t) { return t.kernel[0] + groups_of_row(t) - 2; }
@@ -106,14 +105,15 @@ int phase_rows(const ConvTiling& t, int rows) {
 
 TileSize tile_size(const ConvTiling& t, int columns, int across, int cols_multiple) {
   TileSize size;
-  size.cols = round_up(ceil_div(t.out_size[1], across), cols_multiple);
-  size.across = ceil_div(t.out_size[1], size.cols);
+  size.cols = int(round_up(divide_up(t.out_size[1], across), cols_multiple));
+  size.across = int(divide_up(t.out_size[1], size.cols));
   const int halo = (t.tap_groups - 1) * t.unit_taps * t.dilation[1];
-  size.pitch = round_up(size.cols + halo, 8);  // 8 columns of a product lie in one row
+  size.pitch = int(round_up(size.cols + halo, 8));  // 8 columns of a product lie in one row
   size.rows = size.cols > columns ? 0 : 1 + (columns - size.cols) / size.pitch;
   if (size.rows > 0) {
-    const int down = ceil_div(ceil_div(t.out_size[0], t.stack), size.rows);
-    size.rows = ceil_div(ceil_div(t.out_size[0], t.stack), down);  // all of nearly the same size
+    const int64_t stacks = divide_up(t.out_size[0], t.stack);
+    const int64_t down = divide_up(stacks, size.rows);
+    size.rows = int(divide_up(stacks, down));  // all of nearly the same size
     size.used = double(t.out_size[0]) * t.out_size[1] / (double(down) * size.across * columns * t.stack);
   }
   return size;
@@ -125,7 +125,7 @@ bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2], bool few_windo
   constexpr double kWorthASplit = 1.1;  // whole rows are written as longer runs
   const int width = int(pool[1]);
   const int most_windows = std::max(1, columns / std::max(8, width));
-  const int least_across = ceil_div(t.out_size[1], few_windows ? most_windows * width : columns);
+  const int least_across = int(divide_up(t.out_size[1], few_windows ? most_windows * width : columns));
   const int cols_multiple = std::lcm(2, width);
   TileSize best{};
   for (int across = least_across; across <= least_across + 7; ++across) {
@@ -144,12 +144,11 @@ bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2], bool few_windo
     t.tile_rows = t.band_rows = most_tile_rows / step * step;
     t.sub_tiles = 1;
   } else {
-    t.sub_tiles = ceil_div(window, most_tile_rows);
-    t.tile_rows = round_up(ceil_div(window, t.sub_tiles), t.stack);
-    t.sub_tiles = ceil_div(window, t.tile_rows);
+    t.tile_rows = int(round_up(divide_up(window, divide_up(window, most_tile_rows)), t.stack));
+    t.sub_tiles = int(divide_up(window, t.tile_rows));
     t.band_rows = window;
   }
-  t.bands = ceil_div(t.out_size[0], t.band_rows);
+  t.bands = int(divide_up(t.out_size[0], t.band_rows));
   t.by_bands = divisor(t.bands);
   t.by_tiles_across = divisor(t.tiles_across);
   for (int d = 0; d < 2; ++d) t.by_pool[d] = divisor(int(pool[d]));
@@ -158,7 +157,7 @@ bool set_tiles(ConvTiling& t, int columns, const int64_t pool[2], bool few_windo
 
 void set_taps(ConvTiling& t) {
   const std::set<int> rows = tap_rows(t, t.stack);
-  t.phase_rows = phase_rows(t, ceil_div(t.tile_rows, t.stack));
+  t.phase_rows = phase_rows(t, int(divide_up(t.tile_rows, t.stack)));
   // In the order of their addresses: from one half step to the next is always forward.
   t.tap_rows = 0;
   for (int row : rows) t.tap_row[t.tap_rows++] = row;
@@ -170,7 +169,7 @@ int carry_bytes(const ConvTiling& t, const int64_t pool[2], bool keeps_places) {
   const int windows_across = t.tile_cols / int(pool[1]);
   // A sign for each channel and, if windows reach into further sub-tiles, what is known of them.
   const int carried = t.sub_tiles > 1 ? t.stack_channels * windows_across * (keeps_places ? 2 : 1) : 0;
-  return round_up((kRows + carried) * int(sizeof(float)), kUnitBytes);
+  return int(round_up((kRows + carried) * int(sizeof(float)), kUnitBytes));
 }
 
 // What is in shared memory; false if it does not fit.
@@ -192,7 +191,7 @@ bool set_memory(ConvTiling& t, int columns, int parts, int carry_bytes, const Ca
     if (blocks > 1 && t.in_channels % kUnitElements != 0) continue;  // the last block is not a whole one
     t.blocks_per_chunk = blocks;
     t.chunks = t.blocks / blocks * t.by_chunks_down.value * t.by_chunks_across.value;
-    t.half_steps = round_up(blocks * units_per_block, 2);
+    t.half_steps = int(round_up(blocks * units_per_block, 2));
     t.weights_bytes = t.half_steps * kRows * kUnitBytes;
     t.pixels_bytes = blocks * t.plane * kUnitBytes;
     t.weights_stay = t.chunks * t.row_blocks == 1;
@@ -226,7 +225,7 @@ void set_steps(ConvTiling& t) {
 double work(const ConvTiling& t, int parts) {
   constexpr double kHalfStepUnits = 16;  // about what is loaded while one product of a half step is made
   const double loads = t.blocks_per_chunk * t.plane;
-  const double products = t.half_steps * kHalfStepUnits * (parts == 2 ? 3 : 1);
+  const double products = t.half_steps * kHalfStepUnits * terms_of(parts);
   return std::max(loads, products) * t.chunks * t.bands * t.sub_tiles * t.tiles_across;
 }
 
@@ -278,7 +277,7 @@ bool cut_into_panels(ConvTiling& t) {
   constexpr int64_t kMostUnits = int64_t(1) << 28;
   constexpr double kMuch = 1.34;  // what is packed over what is needed
   const auto rows = [&](int bands) { return (bands - 1) * t.band_rows + t.sub_tiles * t.tile_rows; };
-  const auto phase_rows_of = [&](int bands) { return phase_rows(t, ceil_div(rows(bands), t.stack)); };
+  const auto phase_rows_of = [&](int bands) { return phase_rows(t, int(divide_up(rows(bands), t.stack))); };
   const auto units = [&](int bands) { return int64_t(t.stack) * phase_rows_of(bands) * t.pitch; };
   if (units(1) > kMostUnits) return false;
   int bands = 1;
@@ -288,9 +287,8 @@ bool cut_into_panels(ConvTiling& t) {
     if (!is_small && t.stack * phase_rows_of(bands) <= kMuch * rows(bands)) break;
     ++bands;
   }
-  t.panels_down = ceil_div(t.bands, bands);
-  t.panel_bands = ceil_div(t.bands, t.panels_down);
-  t.panels_down = ceil_div(t.bands, t.panel_bands);
+  t.panel_bands = int(divide_up(t.bands, divide_up(t.bands, bands)));
+  t.panels_down = int(divide_up(t.bands, t.panel_bands));
   t.panel_phase_rows = phase_rows_of(t.panel_bands);
   t.panel_units = int(units(t.panel_bands));
   t.pack_team_warps = kPackWarps;

@@ -64,7 +64,7 @@ bool is_slower(const Problem& problem, const ChainShape& chain, const Architectu
          products > (is_exact ? architecture.most_exact_products : architecture.most_products);
 }
 
-bool is_in_parts(const ConvTiling& t) { return t.by_chunks_down.value * t.by_chunks_across.value > 1; }
+bool has_tap_chunks(const ConvTiling& t) { return t.by_chunks_down.value * t.by_chunks_across.value > 1; }
 
 // Whether what is packed of a sample would take much more memory than the conv's input and output: of one
 // narrow column a panel has eight, and it has the padding. Where our conv was asked for, a little may.
@@ -78,13 +78,13 @@ bool takes_much_memory(const ConvTiling& t, bool was_asked) {
   return packed > kMuch * (input + output) && !(was_asked && packed <= kLittle);
 }
 
-// What is counted in ints: of a sample the parts of a channel's statistics; of the whole batch blocks that
+// What is counted in ints: of a sample the moments that make up a channel's; of the whole batch blocks that
 // pack, and items, whose count groups of threads exceed by a few steps of all multiprocessors.
 bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card) {
-  const Checked parts = Checked(t.bands) * t.tiles_across * t.sub_tiles * kPartsOfTile * t.stack;
+  const Checked moments = Checked(t.bands) * t.tiles_across * t.sub_tiles * kPartsOfTile * t.stack;
   const Checked of_sample = Checked(t.bands) * t.tiles_across * t.row_blocks;
   const int64_t most = std::numeric_limits<int>::max() - 2 * kGroups * card.multiprocessors - kMostChannels;
-  return parts <= most && problem.input.size[0] <= most / of_sample.value();
+  return moments <= most && problem.input.size[0] <= most / of_sample.value();
 }
 
 // Whether all groups of threads together have room for a sample's tiles, each one: see
@@ -122,8 +122,8 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
   const ConvCutter cutter(problem, architecture.columns, plan.parts, chain, card);
   ConvTiling& t = plan.tiling;
   if (!cutter.cut_into_tiles(t)) return two_steps(Reason::kSharedMemory);
-  if (asked.empty() && architecture.is_slower_in_parts && chain.waits_for_norms && is_in_parts(t))
-    return two_steps(Reason::kKernelInParts);
+  if (asked.empty() && architecture.is_slower_in_chunks && chain.waits_for_norms && has_tap_chunks(t))
+    return two_steps(Reason::kTapsInChunks);
   if (!counts_items(t, problem, card)) return two_steps(Reason::kManyTiles);
   if (asked.empty() && chain.pools && tiles_per_sample(t) <= architecture.few_tiles)
     return two_steps(Reason::kSmallMap);
@@ -141,6 +141,7 @@ Plan told(const ConvPlan& plan) {
             {{plan.reason,
               {t.tile_rows, t.tile_cols, t.stack, t.chunks, t.blocks_per_chunk * t.unit_channels,
                t.kernel_rows, kGroups * t.stages, t.shared_bytes}}}};
+  told.terms = terms_of(plan.parts);
   if (plan.is_resident) told.remarks.push_back({Reason::kResident});
   return told;
 }

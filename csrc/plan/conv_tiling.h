@@ -33,6 +33,9 @@ inline int operand_parts(DType dtype, const Conv& conv) {
   return dtype == DType::kFloat32 && !conv.tf32 ? 2 : 1;
 }
 
+// Products of the tensor cores that add up to one of the conv's.
+constexpr int terms_of(int parts) { return parts == 2 ? 3 : 1; }
+
 constexpr int kUnitElements = 8;
 constexpr int kUnitBytes = 16;
 constexpr int kRows = 64;  // of one product

@@ -8,6 +8,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "chain_backward.h"
 #include "core/checked.h"
 
 namespace fusedconv {
@@ -33,7 +34,7 @@ constexpr int64_t kFewValuesOfAvx512 = int64_t(1) << 17;
 constexpr int64_t kMostOfFewerChannels = 12;
 constexpr int64_t kMostOfMoreChannels = 64;
 // Our conv computes a tile's output as one run of pixels, rows with all that the filter reaches beyond them,
-// in whole vectors, and packs the input of each tile with its padding (csrc/cpu/conv_source.h, plan.h). So
+// in whole vectors, and packs the input of each tile with its padding (csrc/cpu/conv_source.h, tiling.h). So
 // many times the output it may compute, and so many times input and output it may pack: beyond, work and
 // memory would follow from padding and dilation.
 constexpr int64_t kMostComputed = 2;
@@ -59,8 +60,6 @@ constexpr int64_t kNarrow = 28;
 // Of a chain's gradients: what a plane costs by itself is as much as some pixels.
 constexpr int64_t kLeastPixels = 32;
 constexpr int64_t kMostSide = int64_t(1) << 24;  // a pool counts a window's rows and columns in float32
-
-Plan two_steps(const Remark& reason) { return {Path::kTwoStep, Instructions::kNone, {reason}}; }
 
 // Strides, paddings and expanded tensors make sizes that 63 bits do not count: those are the most that they
 // do.
@@ -214,10 +213,12 @@ Plan direct(const ConvOnCpu& own, Instructions instructions) {
   return {Path::kDirect, instructions, {{Reason::kProducts, {own.products()}}}};
 }
 
-// Why PyTorch computes the gradients of a conv whose output is ours. Ours are in float32 and of stride 1:
-// there the input's gradient is a conv of v's gradient, in the layout that it has.
+// Why PyTorch computes the gradients of a conv: it computes its output, or ours do not serve or are slower.
+// They are in float32 and of stride 1: there the input's gradient is a conv of v's gradient, in the layout
+// that it has.
 std::optional<Remark> reason_against_gradients(const ConvOnCpu& own, DType dtype, const Conv& conv,
                                                Instructions instructions) {
+  if (const auto reason = own.reason_against()) return reason;
   if (dtype != DType::kFloat32) return reason_of_dtype(dtype);
   if (conv.stride[0] != 1 || conv.stride[1] != 1) return Remark{Reason::kStride};
   if (asked_cpu_path() == "direct") return std::nullopt;
@@ -228,6 +229,16 @@ std::optional<Remark> reason_against_gradients(const ConvOnCpu& own, DType dtype
   const int64_t channels = std::min(own.in_channels(), own.out_channels());
   if (channels > (own.columns() < kNarrow ? kMostChannelsOfNarrow : kMostChannels))
     return Remark{Reason::kBlocks, {channels, own.columns()}};
+  return std::nullopt;
+}
+
+// Why the CPU's kernel of a chain's backward does not serve, or is the slower way.
+std::optional<Remark> reason_against_chain(const Tensor& v, std::optional<DType> grad) {
+  if (v.dtype != DType::kFloat32 && v.dtype != DType::kFloat64) return reason_of_dtype(v.dtype);
+  const int64_t pixels = product({v.size[2], v.size[3]});
+  if (pixels < kLeastPixels && asked_cpu_path() != "direct") return Remark{Reason::kFewPixels, {pixels}};
+  if (std::max(v.size[2], v.size[3]) >= kMostSide) return Remark{Reason::kLargeSide};
+  if (grad != v.dtype) return Remark{Reason::kGradDtype};
   return std::nullopt;
 }
 
@@ -246,31 +257,26 @@ std::string asked_cpu_path() {
 Plan plan_conv_on_cpu(const Tensor& input, const Conv& conv, Instructions instructions) {
   const ConvOnCpu own(input, conv, instructions);
   const auto reason = own.reason_against();
-  return reason ? two_steps(*reason) : direct(own, instructions);
+  return reason ? two_step(*reason) : direct(own, instructions);
 }
 
-Plan plan_conv_gradients_on_cpu(const Tensor& input, const Conv& conv, Instructions instructions) {
-  const ConvOnCpu own(input, conv, instructions);
-  auto reason = own.reason_against();
-  if (!reason) reason = reason_against_gradients(own, input.dtype, conv, instructions);
-  if (reason) return two_steps(*reason);
+Plan plan_backward_on_cpu(const Tensor& v, std::optional<DType> grad, bool has_infinite_bounds,
+                          const std::optional<InputAndConv>& conv, Instructions instructions) {
+  if (const auto reason = reason_against_chain(v, grad)) return plain(*reason);
+  const Plan chain = plan_chain_backward(v.dtype, grad, has_infinite_bounds);
+  if (!chain.is_ours() || !conv) return chain;
+  const ConvOnCpu own(conv->input, conv->conv, instructions);
+  if (const auto reason = reason_against_gradients(own, conv->input.dtype, conv->conv, instructions))
+    return two_step(*reason);
   Plan plan = direct(own, instructions);
   plan.remarks.push_back({Reason::kConvGradients});
   return plan;
 }
 
-Plan plan_chain_gradients_on_cpu(const Tensor& v) {
-  std::optional<Remark> reason;
-  const int64_t pixels = product({v.size[2], v.size[3]});
-  const bool is_small = pixels < kLeastPixels && asked_cpu_path() != "direct";
-  if (v.dtype != DType::kFloat32 && v.dtype != DType::kFloat64)
-    reason = reason_of_dtype(v.dtype);
-  else if (is_small)
-    reason = Remark{Reason::kFewPixels, {pixels}};
-  else if (std::max(v.size[2], v.size[3]) >= kMostSide)
-    reason = Remark{Reason::kLargeSide};
-  if (reason) return {Path::kPlain, Instructions::kNone, {*reason}};
-  return {Path::kChain};
+Plan plan_v_on_cpu(const InputAndConv& conv, bool stores, Instructions instructions) {
+  // Then the whole step took longer with ours, by a tenth.
+  if (!stores) return two_step({Reason::kReduction});
+  return plan_conv_on_cpu(conv.input, conv.conv, instructions);
 }
 
 }  // namespace fusedconv

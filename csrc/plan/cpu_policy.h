@@ -3,6 +3,7 @@
 // pixels.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "core/problem.h"
@@ -16,11 +17,19 @@ std::string asked_cpu_path();
 
 Plan plan_conv_on_cpu(const Tensor& input, const Conv& conv, Instructions instructions);
 
-// Of a chain's backward with its conv's gradients. Where PyTorch has these, the chain's part may still be
-// ours.
-Plan plan_conv_gradients_on_cpu(const Tensor& input, const Conv& conv, Instructions instructions);
+// A conv and its input.
+struct InputAndConv {
+  Tensor input;
+  Conv conv;
+};
 
-// The chain's part, on a given v.
-Plan plan_chain_gradients_on_cpu(const Tensor& v);
+// Of a chain's backward. Two-step: the conv's gradients are PyTorch's, the chain's part is ours; plain: that
+// is PyTorch's too. conv: none where v is given. grad, has_infinite_bounds: see chain_backward.h.
+Plan plan_backward_on_cpu(const Tensor& v, std::optional<DType> grad, bool has_infinite_bounds,
+                          const std::optional<InputAndConv>& conv, Instructions instructions);
+
+// Of v, which backward computes again where it is not direct. stores: whether the output has a value for each
+// of v's.
+Plan plan_v_on_cpu(const InputAndConv& conv, bool stores, Instructions instructions);
 
 }  // namespace fusedconv

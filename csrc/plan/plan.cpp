@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
+#include <tuple>
 
 namespace fusedconv {
 namespace {
@@ -26,6 +27,18 @@ std::string words_of(const Plan& plan) {
   std::string words = name_of(plan.instructions);
   for (const Remark& remark : plan.remarks) words += (words.empty() ? "" : ", ") + words_of(remark);
   return words;
+}
+
+std::string text_of(const Plan& plan) {
+  const std::string words = words_of(plan);
+  return words.empty() ? name_of(plan.path) : name_of(plan.path) + (", " + words);
+}
+
+bool operator==(const Plan& a, const Plan& b) {
+  const auto all = [](const Plan& plan) {
+    return std::tie(plan.path, plan.instructions, plan.remarks, plan.workspace, plan.terms);
+  };
+  return all(a) == all(b);
 }
 
 }  // namespace fusedconv

@@ -25,10 +25,15 @@ struct Plan {
   Instructions instructions = Instructions::kNone;
   std::vector<Remark> remarks{};  // the first one is the reason; none of a given tensor's chain
   size_t workspace = 0;           // bytes of memory that a run wants on a CUDA device, at a multiple of 256
+  int terms = 1;                  // products of the machine's that add up to one of our conv's
 
   // Whether a kernel of ours runs all of it.
   bool is_ours() const { return path == Path::kDirect || path == Path::kChain; }
 };
+
+// PyTorch's conv, or all of its operators.
+inline Plan two_step(const Remark& reason) { return {Path::kTwoStep, Instructions::kNone, {reason}}; }
+inline Plan plain(const Remark& reason) { return {Path::kPlain, Instructions::kNone, {reason}}; }
 
 const char* name_of(Path path);
 const char* name_of(Instructions instructions);
@@ -36,5 +41,7 @@ const char* name_of(Instructions instructions);
 Instructions instructions_named(const std::string& name);
 // All but the path.
 std::string words_of(const Plan& plan);
+std::string text_of(const Plan& plan);
+bool operator==(const Plan& a, const Plan& b);
 
 }  // namespace fusedconv

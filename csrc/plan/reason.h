@@ -11,13 +11,15 @@ namespace fusedconv {
 
 // X(enumerator, name, words)
 #define FUSEDCONV_FOR_EACH_REASON(X)                                                                     \
-  /* PyTorch's conv, everywhere. */                                                                      \
+  /* PyTorch's operators, everywhere. */                                                                 \
   X(kGroups, "groups", "groups")                                                                         \
   X(kFloat64, "float64", "float64")                                                                      \
   X(kBFloat16, "bfloat16", "bfloat16")                                                                   \
   X(kFloat16, "float16", "float16")                                                                      \
   X(kStride, "stride", "stride")                                                                         \
   X(kAsked, "asked", "as asked for")                                                                     \
+  X(kGradDtype, "grad_dtype", "a gradient of another dtype")                                             \
+  X(kInfiniteBounds, "infinite_bounds", "infinite bounds")                                               \
   /* On the CPU. */                                                                                      \
   X(kProducts, "products", "{products} products for a value")                                            \
   X(kInputChannels, "input_channels", "{in_channels} input channels")                                    \
@@ -31,6 +33,7 @@ namespace fusedconv {
   X(kBlocks, "blocks", "{channels} channels, {columns} columns")                                         \
   X(kFewPixels, "few_pixels", "{pixels} pixels")                                                         \
   X(kLargeSide, "large_side", "a side of 2^24 or more")                                                  \
+  X(kReduction, "reduction", "a reduction")                                                              \
   /* On CUDA. */                                                                                         \
   X(kNoKernels, "no_kernels", "no kernels of a conv for this card")                                      \
   X(kTooLarge, "too_large", "a size is too large")                                                       \
@@ -43,7 +46,7 @@ namespace fusedconv {
   X(kLargeSamples, "large_samples", "samples of more than 2^30 elements")                                \
   X(kManyProducts, "many_products", "many channels or products for a value")                             \
   X(kSharedMemory, "shared_memory", "shared memory")                                                     \
-  X(kKernelInParts, "kernel_in_parts", "a large kernel")                                                 \
+  X(kTapsInChunks, "taps_in_chunks", "a large kernel")                                                   \
   X(kManyTiles, "many_tiles", "more than 2^31 tiles")                                                    \
   X(kSmallMap, "small_map", "a small map")                                                               \
   X(kLargeBand, "large_band", "a band of too many rows")                                                 \
@@ -69,6 +72,10 @@ struct Remark {
   Reason reason;
   std::array<int64_t, 8> numbers{};
 };
+
+inline bool operator==(const Remark& a, const Remark& b) {
+  return a.reason == b.reason && a.numbers == b.numbers;
+}
 
 const char* name_of(Reason reason);
 std::string words_of(const Remark& remark);

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import ClassVar
 
 # Pointers are ints (data_ptr()). Names are checked here, and that there is a pointer for each; nothing else is:
 # _launch.py passes only what the operator's checks have accepted.
@@ -21,7 +22,9 @@ CHANNEL_PARAMETERS: tuple[str, ...]
 """Names of the tensors with a value a channel: csrc/core/channel_parameters.h."""
 
 class Plan:
-    """Who runs a call, and why. ``str`` gives the path and the words."""
+    """Who runs a call, and why. ``str`` gives the path and the words. Plans are equal if all that they say is."""
+
+    __hash__: ClassVar[None]  # type: ignore[assignment]
 
     @property
     def path(self) -> str:
@@ -46,6 +49,10 @@ class Plan:
     @property
     def workspace_bytes(self) -> int:
         """Memory that each run wants on a CUDA device."""
+
+    @property
+    def terms(self) -> int:
+        """Products of the machine's that add up to one of our conv's: three where tensor cores multiply split float32."""
 
     @property
     def is_ours(self) -> bool:
@@ -121,14 +128,30 @@ class Backward:
     ) -> None:
         """As ``on_cpu``; ``grad_v`` is 0 where there is a conv."""
 
+# Plans raise ValueError for what no conv has, such as a stride of 0.
+
 def plan_conv_on_cpu(input: Form, conv: Conv, instructions: str, /) -> Plan:
     """Of a chain with its conv."""
 
-def plan_conv_gradients_on_cpu(input: Form, conv: Conv, instructions: str, /) -> Plan:
-    """Of a chain's backward with its conv's gradients."""
+def plan_backward_on_cpu(
+    v: Form,
+    grad: int | None,
+    has_infinite_bounds: bool,
+    conv: tuple[Form, Conv] | None,
+    instructions: str,
+    /,
+) -> Plan:
+    """Of a chain's backward. "direct": all of it, with the conv's gradients; "two-step": these are PyTorch's, the chain's
+    part is ours; "chain": so it is, and there is no conv; "plain": it is PyTorch's.
 
-def plan_chain_gradients_on_cpu(v: Form, /) -> Plan:
-    """Of a chain's backward on a given v."""
+    ``grad``: the dtype code of the output's gradient, None for one without. ``has_infinite_bounds``: of a clamp.
+    ``conv``: the input and the conv; None where v is given."""
+
+def plan_v_on_cpu(input: Form, conv: Conv, stores: bool, instructions: str, /) -> Plan:
+    """Of v, which backward computes again where it is not direct. ``stores``: the output has a value for each of v's."""
+
+def plan_chain_backward(v: int, grad: int | None, has_infinite_bounds: bool, /) -> Plan:
+    """Of the chain's part of backward, on any device: "plain" where no kernel serves. ``v``: its dtype code."""
 
 def plan_for_card(
     input: Form,

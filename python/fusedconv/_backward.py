@@ -7,13 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isinf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _C
 from ._conv import (
     GEOMETRY,
     TENSORS,
@@ -34,7 +32,7 @@ from ._dispatch import (
     recorder,
     returns,
 )
-from ._launch import ConvRun, Launcher, check_memory, form
+from ._launch import ConvRun, Launcher, check_memory
 from ._launch_backward import BackwardLauncher, ChainBackward, FindGradients, Gradients, Wanted
 from ._operator import Operator, Prepared
 from ._reference import Reference
@@ -132,18 +130,18 @@ class BackwardKernels:
         self.launcher = BackwardLauncher(launcher)
         self.prepared = Prepared()
         self._operator = operator
-        self._forward = launcher
+        self._has_cuda = launcher.has_cuda
         self._by_reference = by_reference
 
     def has_cuda(self, grad: Tensor) -> bool:
         """Whether a kernel of this build can run."""
         device = grad.get_device()  # -1 where only another argument is on CUDA
-        return device >= 0 and self._forward.has_cuda(device)
+        return device >= 0 and self._has_cuda(device)
 
-    def on_cpu(self, grad: Tensor, args: Sequence[Any], precision: str | None) -> Gradients:
+    def find_on_cpu(self, grad: Tensor, args: Sequence[Any], precision: str | None) -> Gradients:
         return self._find(self.prepare_cpu, grad, args, precision)
 
-    def on_cuda(self, grad: Tensor, args: Sequence[Any], precision: str) -> Gradients:
+    def find_on_cuda(self, grad: Tensor, args: Sequence[Any], precision: str) -> Gradients:
         return self._find(self.prepare_cuda, grad, args, precision)
 
     def _find(self, prepare: Function, grad: Tensor, args: Sequence[Any], precision: str | None) -> Gradients:
@@ -179,14 +177,11 @@ class BackwardKernels:
         self, grad: Tensor, args: Sequence[Any], mask: Sequence[bool], precision: str | None
     ) -> FindGradients:
         v, wanted = self._operator.example_of_v(args), _wanted(self._operator, mask)
-        conv = None
-        has_kernels = _has_kernels_on_cpu(v, grad, args)
-        if self._operator.has_conv:
-            whole = self.launcher.all_on_cpu(v, grad, args, wanted) if has_kernels else None
-            if whole is not None:
-                return whole
-            conv = self.launcher.conv_on_cpu(args, v)
-        chain = self.launcher.chain_on_cpu(v, grad, args, wanted) if has_kernels else None
+        path = self.launcher.plan_cpu(v, grad, args).path
+        if path == "direct":
+            return self.launcher.all_on_cpu(v, grad, args, wanted)
+        conv = self.launcher.conv_on_cpu(args, v) if self._operator.has_conv else None
+        chain = None if path == "plain" else self.launcher.chain_on_cpu(v, grad, args, wanted)
         return self._steps(grad, args, wanted, precision, conv, chain)
 
     def prepare_cuda(
@@ -194,7 +189,7 @@ class BackwardKernels:
     ) -> FindGradients:
         v, wanted = self._operator.example_of_v(args), _wanted(self._operator, mask)
         conv = chain = None
-        if _has_kernels(v, grad, args):
+        if self.launcher.plan_chain_on_cuda(v, grad, args, precision).is_ours:
             if self._operator.has_conv:
                 whole = self.launcher.all_on_cuda(v, grad, args, wanted, precision)
                 if whole is not None:
@@ -287,12 +282,12 @@ class Backward(Inner):
         return returns([found[i] if i in found else grad.new_empty(0) for i in self.operator.tensors])
 
     def cpu(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
-        return self.run(self.kernels.on_cpu, grad, args, precision)
+        return self.run(self.kernels.find_on_cpu, grad, args, precision)
 
     def cuda(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
         if not self.kernels.has_cuda(grad):
             return self.plain(grad, *args, precision=precision)
-        return self.run(self.kernels.on_cuda, grad, args, precision or get_float32_precision())
+        return self.run(self.kernels.find_on_cuda, grad, args, precision or get_float32_precision())
 
     def plain(self, grad: Tensor, *args: Any, precision: str | None = None) -> Any:
         def find(grad: Tensor, args: Sequence[Any], precision: str | None) -> Gradients:
@@ -378,18 +373,6 @@ _record = recorder(_SecondGradient)
 
 
 # ---- helpers ----
-
-
-def _has_kernels(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
-    """Whether kernels serve. They take infinite bounds of a clamp for none, and know no dtype but the output's."""
-    widened = grad.dtype is torch.float32 and v.dtype is not torch.float64
-    return (grad.dtype is v.dtype or widened) and not any(isinstance(a, float) and isinf(a) for a in args)
-
-
-def _has_kernels_on_cpu(v: Tensor, grad: Tensor, args: Sequence[Any]) -> bool:
-    """Whether they serve on the CPU too, and are the faster way."""
-    is_ours = _C.plan_chain_gradients_on_cpu(form(v)).is_ours
-    return is_ours and grad.dtype is v.dtype and _has_kernels(v, grad, args)
 
 
 def _recorded_pullback(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:

@@ -203,18 +203,17 @@ def _explain_kernels(
         moved_bytes += 2 * v.nbytes
     if on_cuda and not is_direct:
         workspace_bytes = launcher.chain_workspace(args, output, device.index)
-    is_split = is_direct and on_cuda and args[0].dtype == torch.float32 and precision != "tf32"
     return Explanation(
         operator.name,
         path,
         reason,
         kernels=kernels,
-        pytorch=(*seen.pytorch, *["aten::clone" for _ in launcher.unready(args, conv=is_direct)]),
+        pytorch=(*seen.pytorch, *["aten::clone" for _ in launcher.unready(args, with_conv=is_direct)]),
         moved_bytes=moved_bytes,
         workspace_bytes=workspace_bytes if on_cuda else None,
         device=device,
         product_dtype=product_dtype,
-        products=3 if is_split else 1,
+        products=1 if plan is None else plan.terms,
     )
 
 

@@ -38,12 +38,12 @@ class Kernels:
         self.launcher = launcher
         self.prepared = Prepared()
 
-    def on_cpu(self, given: Sequence[Any], options: Mapping[str, Any]) -> Run:
+    def run_for_cpu(self, given: Sequence[Any], options: Mapping[str, Any]) -> Run:
         signature = self.operator.signature(given, options)
         run: Run | None = self.prepared.get(signature)
         return run or self._prepare(signature, self.launcher.prepare_cpu, given, options)
 
-    def on_cuda(self, given: Sequence[Any], options: Mapping[str, Any]) -> Run | None:
+    def run_for_cuda(self, given: Sequence[Any], options: Mapping[str, Any]) -> Run | None:
         """None where no kernel of this build can run."""
         # -1 where only another argument is on CUDA: the checks will say so
         device = -1 if given[0] is None else given[0].get_device()
@@ -139,10 +139,10 @@ class Forward:
         return self.with_statistics.for_training(keyset, given, options)
 
     def cpu(self, *given: Any, **options: Any) -> Tensor:
-        return self.kernels.on_cpu(given, options)(given, None)
+        return self.kernels.run_for_cpu(given, options)(given, None)
 
     def cuda(self, *given: Any, **options: Any) -> Tensor:
-        run = self.kernels.on_cuda(given, options)
+        run = self.kernels.run_for_cuda(given, options)
         return self.plain(*given, **options) if run is None else run(given, None)
 
     def fake(self, *given: Any, **options: Any) -> Tensor:
@@ -191,12 +191,12 @@ class WithStatistics(Inner):
         return output, statistics
 
     def cpu(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        run = self.kernels.on_cpu(given, options)
+        run = self.kernels.run_for_cpu(given, options)
         statistics = self.operator.empty_statistics(given)
         return run(given, statistics), statistics
 
     def cuda(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        run = self.kernels.on_cuda(given, options)
+        run = self.kernels.run_for_cuda(given, options)
         if run is None:
             return self.plain(*given, **options)
         statistics = self.operator.empty_statistics(given)

@@ -19,7 +19,7 @@ from .config import get_float32_precision
 
 _log = logging.getLogger("fusedconv")
 
-_CODES = {
+CODES = {
     torch.float32: _C.FLOAT32,
     torch.float64: _C.FLOAT64,
     torch.bfloat16: _C.BFLOAT16,
@@ -42,16 +42,16 @@ _NUMBERS: dict[str, Any] = {  # in the order of _C.Numbers, with what stands for
 
 
 def code(tensor: Tensor) -> int:
-    return _CODES[tensor.dtype]
+    return CODES[tensor.dtype]
 
 
 def form(tensor: Tensor) -> _C.Form:
     return code(tensor), tensor.shape, tensor.stride()
 
 
-def channels_of(args: Sequence[Any], conv: bool) -> int:
-    """Of the conv's output. ``conv``: whether the arguments have its input, or else that output."""
-    return int(args[1].shape[0] if conv else args[0].shape[1])
+def channels_of(args: Sequence[Any], with_conv: bool) -> int:
+    """Of the conv's output. ``with_conv``: whether the arguments have its input, or else that output."""
+    return int(args[1].shape[0] if with_conv else args[0].shape[1])
 
 
 def _by_setting(runs: Mapping[str, Run]) -> Run:
@@ -81,12 +81,12 @@ ConvRun = Callable[[Sequence[Any]], Tensor]  # takes an operator's arguments, gi
 Start = Callable[..., None]  # takes pointers, in the order of the launch's ``on_cpu`` and ``on_cuda``
 
 
-def on_cpu(launch: _C.Launch | _C.Backward) -> Start:
+def start_on_cpu(launch: _C.Launch | _C.Backward) -> Start:
     run: Start = launch.on_cpu
     return lambda *pointers: run(*pointers, torch.get_num_threads())
 
 
-def on_cuda(launch: _C.Launch | _C.Backward, device: int, workspace_bytes: int) -> Start:
+def start_on_cuda(launch: _C.Launch | _C.Backward, device: int, workspace_bytes: int) -> Start:
     run: Start = launch.on_cuda
     current_stream = torch._C._cuda_getCurrentRawStream
     if not workspace_bytes:
@@ -111,6 +111,7 @@ class Launcher:
 
     def __init__(self, chain: Chain, names: Sequence[str], has_conv: bool) -> None:
         self.chain = chain.name
+        self.operator = f"conv2d_{chain.name}" if has_conv else chain.name
         self.has_conv = has_conv
         self.names = names
         self.stores = chain.stores
@@ -123,11 +124,11 @@ class Launcher:
         """Our own conv, or PyTorch's and then the chain."""
         if self.has_conv:
             plan = self.plan_cpu(args)
-            self.tell(args, plan)
+            self.tell(self.operator, args, plan)
             if plan.is_ours:
                 launch = self.conv_launch(args, output)
-                return self.prepare(launch, args, output, on_cpu(launch))
-        return self._two_steps(args, output, source, on_cpu)
+                return self.prepare(launch, args, output, start_on_cpu(launch))
+        return self._two_steps(args, output, source, start_on_cpu)
 
     def prepare_cuda(
         self, args: Sequence[Any], output: Tensor, source: ConvRun | None, precision: str | None
@@ -136,15 +137,15 @@ class Launcher:
         device = args[0].get_device()
 
         def on_device(launch: _C.Launch) -> Start:
-            return on_cuda(launch, device, launch.prepare_cuda(device).workspace_bytes)
+            return start_on_cuda(launch, device, launch.prepare_cuda(device).workspace_bytes)
 
         def prepare(precision: str) -> Run:
             if self.has_conv:
                 launch = self.conv_launch(args, output, tf32=precision == "tf32")
                 plan = launch.prepare_cuda(device)
-                self.tell(args, plan, precision)
+                self.tell(self.operator, args, plan, precision)
                 if plan.is_ours:
-                    start = on_cuda(launch, device, plan.workspace_bytes)
+                    start = start_on_cuda(launch, device, plan.workspace_bytes)
                     return self.prepare(launch, args, output, start)
             return self._two_steps(args, output, source, on_device)
 
@@ -154,7 +155,7 @@ class Launcher:
 
     def plan_cpu(self, args: Sequence[Any]) -> _C.Plan:
         """Who runs the conv."""
-        return _C.plan_conv_on_cpu(form(args[0]), self.conv(args), _C.cpu_isa())
+        return _C.plan_conv_on_cpu(form(args[0]), self.conv_form(args), _C.cpu_isa())
 
     def plan_conv(self, args: Sequence[Any], output: Tensor, precision: str) -> _C.Plan:
         """Who runs it, on the arguments' device."""
@@ -167,11 +168,11 @@ class Launcher:
         """Bytes that a run of the chain on ``args[0]``, the conv's output, wants on a CUDA device."""
         return self._launch(args, output, self.numbers(args)).prepare_cuda(device).workspace_bytes
 
-    def tell(self, args: Sequence[Any], plan: _C.Plan, *precision: str, backward: bool = False) -> None:
-        """Who runs the conv, in the debug log."""
-        name = f"conv2d_{self.chain} backward" if backward else f"conv2d_{self.chain}"
+    @staticmethod
+    def tell(what: str, args: Sequence[Any], plan: _C.Plan, *precision: str) -> None:
+        """Who runs it, in the debug log."""
         dtype = str(args[0].dtype).removeprefix("torch.")
-        _log.debug("%s: %s", " ".join([name, str(list(args[0].shape)), dtype, *precision]), plan)
+        _log.debug("%s: %s", " ".join([what, str(list(args[0].shape)), dtype, *precision]), plan)
 
     def _two_steps(
         self,
@@ -184,7 +185,7 @@ class Launcher:
 
         def prepare(args: Sequence[Any]) -> Run:
             launch = self._launch(args, output, numbers)
-            return self.prepare(launch, args, output, on_device(launch), conv=False)
+            return self.prepare(launch, args, output, on_device(launch), with_conv=False)
 
         if source is None:
             return prepare(args)
@@ -203,7 +204,7 @@ class Launcher:
 
         return run
 
-    def conv(self, args: Sequence[Any], tf32: bool = False) -> _C.Conv:
+    def conv_form(self, args: Sequence[Any], tf32: bool = False) -> _C.Conv:
         return form(args[1]), *args[GEOMETRY], tf32
 
     def numbers(self, args: Sequence[Any]) -> _C.Numbers:
@@ -211,23 +212,24 @@ class Launcher:
         num_groups, eps, pool, low, high = (given.get(name, absent) for name, absent in _NUMBERS.items())
         return num_groups, eps, tuple(pool), low, high
 
-    def places(self, args: Sequence[Any], conv: bool) -> dict[str, int]:
+    def places(self, args: Sequence[Any], with_conv: bool) -> dict[str, int]:
         """Where the tensors that a launch reads stand among the arguments."""
-        place = {name: i for i, (name, a) in enumerate(zip(self.names, args, strict=False)) if a is not None}
-        return {name: place[name] for name in _TENSORS if name in place and (conv or name not in _OF_CONV)}
+        given = {name: i for i, (name, a) in enumerate(zip(self.names, args, strict=False)) if a is not None}
+        taken = [name for name in _TENSORS if with_conv or name not in _OF_CONV]
+        return {name: given[name] for name in taken if name in given}
 
-    def unready(self, args: Sequence[Any], conv: bool) -> list[int]:
+    def unready(self, args: Sequence[Any], with_conv: bool) -> list[int]:
         """Where the vectors stand that each run copies first: kernels take a contiguous value a channel."""
-        channels = channels_of(args, conv)
+        channels = channels_of(args, with_conv)
 
         def is_ready(vector: Tensor) -> bool:
             return vector.numel() == channels and vector.is_contiguous()
 
-        places = self.places(args, conv)
+        places = self.places(args, with_conv)
         return [i for name, i in places.items() if name in VECTORS and not is_ready(args[i])]
 
     def conv_launch(self, args: Sequence[Any], output: Tensor, tf32: bool = False) -> _C.Launch:
-        return self._launch(args, output, self.numbers(args), self.conv(args, tf32))
+        return self._launch(args, output, self.numbers(args), self.conv_form(args, tf32))
 
     def _launch(
         self, args: Sequence[Any], output: Tensor, numbers: _C.Numbers, conv: _C.Conv | None = None
@@ -238,11 +240,11 @@ class Launcher:
         return _C.Launch(self.chain, tensors, form(args[0]), conv, numbers, form(output))
 
     def prepare(
-        self, launch: _C.Launch, args: Sequence[Any], output: Tensor, start: Start, conv: bool = True
+        self, launch: _C.Launch, args: Sequence[Any], output: Tensor, start: Start, with_conv: bool = True
     ) -> Run:
-        """One launch and its output. ``conv``: whether the launch has one."""
-        place = self.places(args, conv)
-        names, places = list(place), list(place.values())
+        """One launch and its output. ``with_conv``: whether the launch has one."""
+        by_name = self.places(args, with_conv)
+        names, places = list(by_name), list(by_name.values())
         size, stride, has_elements = output.shape, output.stride(), output.numel() > 0
         # A new one like this is quicker than one of a named dtype and device.
         empty = torch.empty(0, dtype=output.dtype, device=args[0].device)
@@ -256,7 +258,7 @@ class Launcher:
                 start(pointers, output.data_ptr(), 0 if statistics is None else statistics.data_ptr())
             return output
 
-        unready, channels = self.unready(args, conv), channels_of(args, conv)
+        unready, channels = self.unready(args, with_conv), channels_of(args, with_conv)
 
         def make_ready_and_run(args: Sequence[Any], statistics: Tensor | None) -> Tensor:
             args = list(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isinf
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from . import _C
 from ._conv import GEOMETRY, TENSORS
 from ._launch import (
+    CODES,
     VECTORS,
     ConvRun,
     Launcher,
@@ -21,8 +23,8 @@ from ._launch import (
     code,
     fail_as_freed,
     form,
-    on_cpu,
-    on_cuda,
+    start_on_cpu,
+    start_on_cuda,
 )
 from .chains import IDENTITY, compute_dtype
 
@@ -37,6 +39,11 @@ FindGradients = Callable[[Tensor, Sequence[Any]], Gradients]
 def _of_conv(args: Sequence[Any]) -> Sequence[Any]:
     """The conv's among an operator's arguments."""
     return *args[TENSORS], *args[GEOMETRY]
+
+
+def _of_gradient(grad: Tensor, args: Sequence[Any]) -> tuple[int | None, bool]:
+    """What plans must know: the dtype of the output's gradient, and whether a bound of a clamp is infinite."""
+    return CODES.get(grad.dtype), any(isinstance(a, float) and isinf(a) for a in args)
 
 
 def _like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -104,40 +111,53 @@ class _Prepared:
 class BackwardLauncher:
     """Prepares the launches of one operator's backward. ``v`` is an example of the conv's output, without memory."""
 
-    def __init__(self, forward: Launcher) -> None:
-        self._forward = forward
-        names = [*forward.names[TENSORS], *forward.names[GEOMETRY]]
-        self._conv = Launcher(IDENTITY, names, has_conv=True)
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        names = [*launcher.names[TENSORS], *launcher.names[GEOMETRY]]
+        self._conv_launcher = Launcher(IDENTITY, names, has_conv=True)
+
+    def plan_cpu(self, v: Tensor, grad: Tensor, args: Sequence[Any]) -> _C.Plan:
+        """Who finds the gradients: all of them one launch, or the chain's part a kernel, or PyTorch."""
+        launcher = self._launcher
+        conv = (form(args[0]), launcher.conv_form(args)) if launcher.has_conv else None
+        plan = _C.plan_backward_on_cpu(form(v), *_of_gradient(grad, args), conv, _C.cpu_isa())
+        launcher.tell(f"{launcher.operator} backward", args, plan)
+        return plan
+
+    def plan_chain_on_cuda(self, v: Tensor, grad: Tensor, args: Sequence[Any], precision: str) -> _C.Plan:
+        """Whether a kernel may serve."""
+        plan = _C.plan_chain_backward(code(v), *_of_gradient(grad, args))
+        if not plan.is_ours:
+            self._launcher.tell(f"{self._launcher.operator} backward", args, plan, precision)
+        return plan
 
     def conv_on_cpu(self, args: Sequence[Any], v: Tensor) -> ConvRun | None:
-        """Computes v again, as forward did; None where PyTorch's conv does: also where something is reduced, as then the
-        whole step took longer with ours, by a tenth."""
-        if not self._forward.stores:
-            return None
-        plan = self._conv.plan_cpu(_of_conv(args))
-        self._forward.tell(args, plan, backward=True)
+        """Computes v again; None where PyTorch's conv does."""
+        launcher = self._launcher
+        plan = _C.plan_v_on_cpu(form(args[0]), launcher.conv_form(args), launcher.stores, _C.cpu_isa())
+        launcher.tell(f"v of {launcher.operator} backward", args, plan)
         if not plan.is_ours:
             return None
-        launch = self._conv.conv_launch(_of_conv(args), v)
-        return self._conv_run(args, v, launch, on_cpu(launch))
+        launch = self._conv_launcher.conv_launch(_of_conv(args), v)
+        return self._conv_run(args, v, launch, start_on_cpu(launch))
 
     def conv_on_cuda(self, args: Sequence[Any], v: Tensor, precision: str) -> ConvRun | None:
         """The same, where the conv's gradients are PyTorch's."""
         device = args[0].get_device()
-        launch = self._conv.conv_launch(_of_conv(args), v, tf32=precision == "tf32")
+        launch = self._conv_launcher.conv_launch(_of_conv(args), v, tf32=precision == "tf32")
         plan = launch.prepare_cuda(device)
         if not plan.is_ours:
             return None
-        return self._conv_run(args, v, launch, on_cuda(launch, device, plan.workspace_bytes))
+        return self._conv_run(args, v, launch, start_on_cuda(launch, device, plan.workspace_bytes))
 
     def _conv_run(self, args: Sequence[Any], v: Tensor, launch: _C.Launch, start: Start) -> ConvRun:
-        run = self._conv.prepare(launch, _of_conv(args), v, start)
+        run = self._conv_launcher.prepare(launch, _of_conv(args), v, start)
         return lambda args: run(_of_conv(args), None)
 
     def chain_on_cpu(self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted) -> ChainBackward:
         """The chain's part, in float32 or float64."""
         launch = self._launch(v, grad, args, wanted)
-        return self._chain(launch, v, grad, args, wanted, on_cpu(launch))
+        return self._chain(launch, v, grad, args, wanted, start_on_cpu(launch))
 
     def chain_on_cuda(
         self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted
@@ -148,18 +168,12 @@ class BackwardLauncher:
         plan = launch.prepare_cuda(device)
         if not plan.is_ours:
             return None
-        return self._chain(launch, v, grad, args, wanted, on_cuda(launch, device, plan.workspace_bytes))
+        return self._chain(launch, v, grad, args, wanted, start_on_cuda(launch, device, plan.workspace_bytes))
 
-    def all_on_cpu(
-        self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted
-    ) -> FindGradients | None:
-        """The chain's part and the conv's, in float32; None where the conv's gradients are left to PyTorch."""
-        plan = _C.plan_conv_gradients_on_cpu(form(args[0]), self._forward.conv(args), _C.cpu_isa())
-        if not plan.is_ours:
-            return None
-        self._forward.tell(args, plan, backward=True)
+    def all_on_cpu(self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted) -> FindGradients:
+        """The chain's part and the conv's, in float32."""
         launch = self._whole_launch(v, grad, args, wanted, tf32=False)
-        return self._whole(grad, args, wanted, on_cpu(launch))
+        return self._whole(grad, args, wanted, start_on_cpu(launch))
 
     def all_on_cuda(
         self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted, precision: str
@@ -169,19 +183,19 @@ class BackwardLauncher:
         in_compute_dtype = v.to(compute_dtype(v.dtype))
         launch = self._whole_launch(in_compute_dtype, grad, args, wanted, tf32=precision == "tf32")
         plan = launch.prepare_cuda(device)
-        self._forward.tell(args, plan, precision, backward=True)
+        self._launcher.tell(f"{self._launcher.operator} backward", args, plan, precision)
         if not plan.is_ours:
             return None
-        return self._whole(grad, args, wanted, on_cuda(launch, device, plan.workspace_bytes))
+        return self._whole(grad, args, wanted, start_on_cuda(launch, device, plan.workspace_bytes))
 
     def _whole_launch(
         self, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted, tf32: bool
     ) -> _C.Backward:
         input = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")  # as if contiguous
-        return self._launch(v, grad, args, wanted, (form(input), self._forward.conv(args, tf32)))
+        return self._launch(v, grad, args, wanted, (form(input), self._launcher.conv_form(args, tf32)))
 
     def _whole(self, grad: Tensor, args: Sequence[Any], wanted: Wanted, start: Start) -> FindGradients:
-        prepared = self._prepare(grad, args, wanted.all, start, conv=True)
+        prepared = self._prepare(grad, args, wanted.all, start, with_conv=True)
 
         def run(grad: Tensor, args: Sequence[Any]) -> Gradients:
             found = prepared.run(*prepared.ready(args, grad), None)
@@ -197,23 +211,23 @@ class BackwardLauncher:
         wanted: Wanted,
         conv: tuple[_C.Form, _C.Conv] | None = None,
     ) -> _C.Backward:
-        forward = self._forward
-        tensors = [(name, code(args[i])) for name, i in forward.places(args, conv is not None).items()]
-        if forward.has_norm:
+        launcher = self._launcher
+        tensors = [(name, code(args[i])) for name, i in launcher.places(args, conv is not None).items()]
+        if launcher.has_norm:
             tensors.append(("statistics", _C.FLOAT64))
-        gradients = [forward.names[i] for i in (wanted.all if conv else wanted.own)]
+        gradients = [launcher.names[i] for i in (wanted.all if conv else wanted.own)]
         return _C.Backward(
-            forward.chain, [*tensors, ("grad", code(grad))], form(v), conv, forward.numbers(args),
+            launcher.chain, [*tensors, ("grad", code(grad))], form(v), conv, launcher.numbers(args),
             code(args[0]), gradients, bool(wanted.through_v),
         )  # fmt: skip
 
     def _chain(
         self, launch: _C.Backward, v: Tensor, grad: Tensor, args: Sequence[Any], wanted: Wanted, start: Start
     ) -> ChainBackward:
-        prepared = self._prepare(grad, (v, *args[1:]), wanted.own, start, conv=False)
+        prepared = self._prepare(grad, (v, *args[1:]), wanted.own, start, with_conv=False)
         # A conv's output is ours: without a reduction its gradient takes its place, which saves fresh memory.
         dtype = args[0].dtype
-        in_place = self._forward.has_conv and self._forward.stores and v.dtype is dtype
+        in_place = self._launcher.has_conv and self._launcher.stores and v.dtype is dtype
         # The CPU keeps in it what it needs between its steps.
         needs_grad_v = not grad.is_cuda or bool(wanted.through_v)
 
@@ -227,27 +241,27 @@ class BackwardLauncher:
         return run
 
     def _prepare(
-        self, grad: Tensor, args: Sequence[Any], wanted: Sequence[int], start: Start, conv: bool
+        self, grad: Tensor, args: Sequence[Any], wanted: Sequence[int], start: Start, with_conv: bool
     ) -> _Prepared:
-        """``conv``: whether the launch has one."""
-        forward, channels = self._forward, channels_of(args, conv)
+        """``with_conv``: whether the launch has one."""
+        launcher, channels = self._launcher, channels_of(args, with_conv)
         dtype = args[0].dtype
         of_input, of_others = (
             torch.empty(0, dtype=d, device=grad.device) for d in (dtype, compute_dtype(dtype))
         )
         found = [
-            (i, of_others if i else of_input, (channels,) if forward.names[i] in VECTORS else args[i].shape)
+            (i, of_others if i else of_input, (channels,) if launcher.names[i] in VECTORS else args[i].shape)
             for i in wanted
         ]
-        places = list(forward.places(args, conv).values())
-        if forward.has_norm:
-            places.append(len(forward.names))
+        places = list(launcher.places(args, with_conv).values())
+        if launcher.has_norm:
+            places.append(len(launcher.names))
         return _Prepared(
-            [*forward.names, "statistics"],
+            [*launcher.names, "statistics"],
             places,
-            forward.has_norm,
-            forward.treats_values_alike and not conv and not grad.is_cuda,
-            forward.unready(args, conv),
+            launcher.has_norm,
+            launcher.treats_values_alike and not with_conv and not grad.is_cuda,
+            launcher.unready(args, with_conv),
             channels,
             found,
             start,

@@ -303,7 +303,7 @@ def _check_conv_bias(conv_bias: Tensor, input: Tensor, out_channels: int) -> Non
 
 
 def _check_sides(input: Tensor, weight: Tensor, padding: Sequence[int], dilation: Sequence[int]) -> None:
-    """The kernel fits into the padded input."""
+    """A kernel fits into the padded input, and the input has pixels."""
     _, _, height, width = input.shape
     _, _, kernel_h, kernel_w = shape = weight.shape
     spare_h = height + 2 * padding[0] - dilation[0] * (kernel_h - 1) - 1
