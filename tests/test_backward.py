@@ -625,6 +625,32 @@ def test_what_cuda_is_asked_for(
                     assert got.numel() == 0
 
 
+@conv_rows
+def test_cuda_tells_where_no_kernel_serves(row: Row, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="fusedconv")
+    own = draw_own(row, 4, generator(row.chain, "told"), groups=2)
+    x, weight = torch.ones(2, 3, 7, 8), torch.ones(4, 3, 3, 3)
+    given = x, weight, None, *own.values(), (1, 1), (0, 0), (1, 1), 1
+    backward = _register.OPERATORS[row.conv].backward
+    grad = torch.ones(row.plain_conv(x, weight, None, own).shape, dtype=torch.float64)
+    backward.kernels.prepare_cuda(grad, given, [True] * len(backward.operator.tensors), "ieee")
+    words = f"{row.conv} backward [2, 3, 7, 8] float32 ieee: plain, a gradient of another dtype"
+    assert caplog.messages == [words]
+
+
+@all_rows
+def test_the_cpu_tells_who_finds_a_given_tensors_gradients(
+    row: Row, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("FUSEDCONV_CPU_PATH")
+    caplog.set_level("DEBUG", logger="fusedconv")
+    for size, words in ((6, "chain"), (5, "plain, 25 pixels")):
+        caplog.clear()
+        v = randn(generator(size), 1, 4, size, size).requires_grad_()
+        row.chain_op(v, draw_own(row, 4, generator(size), groups=2)).sum().backward()
+        assert caplog.messages == [f"{row.chain} backward [1, 4, {size}, {size}] float32: {words}"]
+
+
 @all_rows
 def test_a_gradient_of_another_shape_is_an_error(row: Row) -> None:
     """The kernels trust its size."""

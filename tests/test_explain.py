@@ -437,7 +437,9 @@ class Launch:
         *_, groups, tf32 = self._conv
         if groups > 1 or self._channels > 64:
             return Planned("two-step", "groups" if groups > 1 else "many channels")
-        return Planned("direct", "sm_90a, tiles" + (" of tf32" if tf32 else ""), "sm_90a", 1024)
+        return Planned(
+            "direct", "sm_90a, tiles" + (" of tf32" if tf32 else ""), "sm_90a", 1024, 1 if tf32 else 3
+        )
 
     def on_cuda(self, *args: Any) -> None:
         raise AssertionError("nothing is run here")

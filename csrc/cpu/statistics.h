@@ -56,8 +56,8 @@ constexpr int64_t kLanePixels = 128;
 template <class T>
 constexpr int64_t kSumPixels = kLanePixels * kLanes<T>;
 
-// Calls visit(top, left, rows, cols) for parts of rows x cols pixels that are few, where each lane has a sum:
-// so vectors are counted whole.
+// Calls visit(top, left, rows, cols) for pieces of rows x cols pixels that are few, where each lane has a
+// sum: so vectors are counted whole.
 template <class T, class Visit>
 FUSEDCONV_INLINE void for_each_few(int64_t rows, int64_t cols, const Visit& visit) {
   const int64_t some_cols = smaller(cols, kSumPixels<T>);

@@ -29,7 +29,8 @@ struct ChainShape {
 };
 
 // Whose instructions FUSEDCONV_CUDA_SOURCE asks for, by which tests choose it; empty: the best for the card,
-// where it is the faster path. Throws std::invalid_argument for a name that is none.
+// where it is the faster path. Each plan reads it anew; what is prepared keeps its plan. Throws
+// std::invalid_argument for a name that is none.
 std::string asked_source();
 
 // Throws std::overflow_error where sizes are beyond what can be computed: the conv is PyTorch's then.

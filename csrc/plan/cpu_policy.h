@@ -12,7 +12,8 @@
 namespace fusedconv {
 
 // Which path FUSEDCONV_CPU_PATH asks for, by which tests choose it: "direct", wherever our kernels serve, or
-// "two-step"; empty: the faster one. Throws std::invalid_argument for a name that is none.
+// "two-step"; empty: the faster one. Each plan reads it anew; what is prepared keeps its plan. Throws
+// std::invalid_argument for a name that is none.
 std::string asked_cpu_path();
 
 Plan plan_conv_on_cpu(const Tensor& input, const Conv& conv, Instructions instructions);

@@ -5,6 +5,9 @@ machine. So PyTorch's conv gets on the CPU only what is right everywhere, as far
 meet nothing are cut off, and the padding that is left becomes part of the input. Where that would be much larger, the
 conv is computed piece by piece: for each tap of the kernel one matrix product, of the pixels that it meets, or for each
 window one, where there are fewer windows.
+
+Whether the conv is ours or PyTorch's, csrc/plan decides; here it is PyTorch's. What is chosen here is how to ask for it,
+by what only PyTorch knows: its flags, which conv of its own it would take, the sizes that its backends fail at.
 """
 
 from __future__ import annotations
