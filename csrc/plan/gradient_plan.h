@@ -283,7 +283,9 @@ inline ConvGradientsPlan plan_conv_gradients(const BackwardProblem& problem, int
                                              const Card& card) {
   const ConvBackward& conv = *problem.conv;
   const int parts = operand_parts(conv);
-  ConvGradientsPlan plan{conv_shape(problem), step_samples};
+  ConvGradientsPlan plan{};
+  plan.shape = conv_shape(problem);
+  plan.step_samples = step_samples;
   const ConvShape& shape = plan.shape;
   plan.weight = plan_weight_gradient(shape, parts, step_samples, card);
   plan.input = plan_input_gradient(shape, parts, step_samples, card);

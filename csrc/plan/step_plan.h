@@ -187,7 +187,12 @@ inline StepPlan plan_steps(const BackwardProblem& problem, const BackwardTraits&
                            int64_t step_samples) {
   const int64_t* const size = problem.v.size;
   const Arguments& arguments = problem.arguments;
-  StepPlan plan{kind, step_samples, size[0], size[1], (Checked(size[2]) * size[3]).value()};
+  StepPlan plan{};
+  plan.kind = kind;
+  plan.step_samples = step_samples;
+  plan.samples = size[0];
+  plan.channels = size[1];
+  plan.pixels = (Checked(size[2]) * size[3]).value();
   if (kind == StepKind::kTensor && !traits.pools && !traits.reduces_channels && !traits.has_channels &&
       !problem.wants.parameters[kConvBias]) {
     plan.pixels = (Checked(plan.pixels) * plan.samples * plan.channels).value();
