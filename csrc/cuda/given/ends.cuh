@@ -69,7 +69,7 @@ __device__ void pool_windows(const Tile& tile) {
   const int pooled_cols = int(tile.work.output.size[3]);
   const int col_step = tile.offset(0, 1);
   const int64_t* stride = tile.work.output.stride;
-  const int64_t first_row = tile.piece.slice * rows;
+  const int64_t first_row = int64_t(tile.piece.slice) * rows;
   const int64_t first_output =
       tile.piece.sample * stride[0] + tile.piece.channel * stride[1] + first_row * stride[2];
   const auto pool_window = [&](int c, int row, int col, const Channel<T>& channel) {

@@ -70,8 +70,8 @@ __device__ void visit_load(const GivenWork<T>& work, const Visit& visit) {
 
 struct Piece {
   int64_t sample;
-  int64_t unit;
-  int64_t slice;
+  int unit;  // of which no memory has more than an int counts, nor of slices
+  int slice;
   int64_t channel;  // the first one
   int64_t pixel;
   int channels;
@@ -87,20 +87,20 @@ __device__ inline Piece piece_of_block(const GivenShape& shape, const GivenPlan&
     piece.unit = rest - int(piece.sample) * plan.by_units.value;
   } else {
     const int64_t rest = block_index() / plan.slices;
-    piece.slice = block_index() % plan.slices;
+    piece.slice = int(block_index() % plan.slices);
     piece.sample = rest / plan.units;
-    piece.unit = rest % plan.units;
+    piece.unit = int(rest % plan.units);
   }
   int64_t end = shape.channels;
   if (plan.units_per_group == 1) {
-    piece.channel = piece.unit * plan.unit_channels;
+    piece.channel = int64_t(piece.unit) * plan.unit_channels;
   } else {
     const int64_t of_group = shape.channels / shape.groups;
     const int64_t group = piece.unit / plan.units_per_group;
     piece.channel = group * of_group + piece.unit % plan.units_per_group * plan.unit_channels;
     end = (group + 1) * of_group;
   }
-  piece.pixel = piece.slice * plan.slice_pixels;
+  piece.pixel = int64_t(piece.slice) * plan.slice_pixels;
   piece.channels = int(min(end - piece.channel, int64_t(plan.unit_channels)));
   piece.pixels = int(min(shape.pixels - piece.pixel, int64_t(plan.slice_pixels)));
   return piece;

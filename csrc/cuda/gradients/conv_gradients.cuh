@@ -5,9 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include "core/problem.h"
-#include "plan/workspace.h"
 #include "packed_rows.cuh"
 #include "plan/gradient_plan.h"
+#include "plan/workspace.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
