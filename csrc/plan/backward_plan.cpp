@@ -75,9 +75,9 @@ BackwardPlan plan_packed_rows(const BackwardProblem& problem, const BackwardTrai
   if (!of_sample.fits(card)) return leave_to_pytorch(Reason::kSharedMemory);
   BackwardPlan plan = recompute(plan_conv(conv_problem(problem, 0, samples), {false, false}, card));
   if (plan.path != Path::kDirect) return plan;
-  plan.step_samples = samples_of_step(sample_bytes(problem, of_sample), samples);
-  plan.gradients = plan_conv_gradients(problem, plan.step_samples, card);
-  plan.steps = plan_steps(problem, traits, StepKind::kPackedRows, plan.step_samples);
+  const int64_t step_samples = samples_of_step(sample_bytes(problem, of_sample), samples);
+  plan.gradients = plan_conv_gradients(problem, step_samples, card);
+  plan.steps = plan_steps(problem, traits, StepKind::kPackedRows, step_samples);
   return plan;
 }
 
@@ -137,7 +137,7 @@ Plan told(const BackwardPlan& plan) {
   Plan told = cuda::told(plan.conv);
   told.workspace = plan.workspace;
   told.remarks.push_back(plan.runs_in_strips() ? Remark{Reason::kStrips, {kStripPixels}}
-                                               : Remark{Reason::kSteps, {plan.step_samples}});
+                                               : Remark{Reason::kSteps, {plan.steps.step_samples}});
   return told;
 }
 

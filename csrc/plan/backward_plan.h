@@ -15,8 +15,8 @@ struct BackwardPlan {
   Path path = Path::kTwoStep;          // kChain: v is given; kPlain: it is, and no kernel serves
   Reason reason = Reason::kNoKernels;  // for which the path is none of ours
   ConvPlan conv{};                     // of v, which is computed again
-  int64_t step_samples = 0;            // of each step that computes v again
   StepPlan steps{};                    // of the chain
+  int64_t findings_samples = 0;        // in strips: for so many at a time is found what gradients depend on
   ConvGradientsPlan gradients{};       // where steps give packed rows
   StripPlan strips{};                  // where they give strips
   size_t workspace = 0;
@@ -31,7 +31,7 @@ Problem conv_problem(const BackwardProblem& problem, int64_t first, int64_t samp
 Problem chain_problem(const BackwardProblem& problem, const BackwardTraits& traits, int64_t first,
                       int64_t samples);
 
-// All but the workspace and, in strips, step_samples. Throws std::overflow_error where sizes are beyond what
+// All but the workspace and, findings_samples. Throws std::overflow_error where sizes are beyond what
 // can be computed: the conv's part is PyTorch's then.
 BackwardPlan plan_backward(const BackwardProblem& problem, const BackwardTraits& traits, const Card& card);
 

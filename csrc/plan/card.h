@@ -39,9 +39,13 @@ struct Architecture {
 constexpr Architecture kMmaSync{128, false, 64, 1200, 600, false, 4};
 constexpr Architecture kWgmma{256, true, 64, 1200, 600, true, 4};
 
-// Thresholds for cards without kernels of a conv are sm_80's.
 inline const Architecture& architecture_of(Instructions instructions) {
-  return instructions == Instructions::kSm90a ? kWgmma : kMmaSync;
+  switch (instructions) {
+    case Instructions::kSm90a:
+      return kWgmma;
+    default:
+      return kMmaSync;  // its thresholds are those of cards without kernels of a conv, too
+  }
 }
 
 }  // namespace cuda

@@ -91,7 +91,7 @@ bool counts_items(const ConvTiling& t, const Problem& problem, const Card& card)
 // cuda/passes/resident.cuh. Not where sums are folded: that takes the memory in which a tile stays.
 bool may_reside(const ConvPlan& plan, const Card& card) {
   const ConvTiling& t = plan.tiling;
-  const bool folds = plan.parts == 2 && t.half_steps / 2 > kMostSumSteps;
+  const bool folds = plan.operand_parts == 2 && t.half_steps / 2 > kMostSumSteps;
   return architecture_of(plan.instructions).keeps_samples && t.row_blocks == 1 && t.chunks == 1 && !folds &&
          tiles_per_sample(t) <= kGroups * card.multiprocessors;
 }
@@ -119,7 +119,7 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
   if (asked.empty() && is_slower(problem, chain, architecture)) return two_steps(Reason::kManyProducts);
   if (instructions == Instructions::kNone) return two_steps(Reason::kNoKernels);
   ConvPlan plan{instructions, Reason::kTiles, {}, parts_of(problem)};
-  const ConvCutter cutter(problem, architecture.columns, plan.parts, chain, card);
+  const ConvCutter cutter(problem, architecture.columns, plan.operand_parts, chain, card);
   ConvTiling& t = plan.tiling;
   if (!cutter.cut_into_tiles(t)) return two_steps(Reason::kSharedMemory);
   if (asked.empty() && architecture.is_slower_in_chunks && chain.waits_for_norms && has_tap_chunks(t))
@@ -141,7 +141,7 @@ Plan told(const ConvPlan& plan) {
             {{plan.reason,
               {t.tile_rows, t.tile_cols, t.stack, t.chunks, t.blocks_per_chunk * t.unit_channels,
                t.kernel_rows, kGroups * t.stages, t.shared_bytes}}}};
-  told.terms = terms_of(plan.parts);
+  told.terms = terms_of(plan.operand_parts);
   if (plan.is_resident) told.remarks.push_back({Reason::kResident});
   return told;
 }

@@ -17,7 +17,7 @@ struct ConvPlan {
   Instructions instructions = Instructions::kNone;
   Reason reason = Reason::kNoKernels;  // for which there are none
   ConvTiling tiling{};
-  int parts = 0;             // of the operands: see cuda/device/split.cuh
+  int operand_parts = 0;     // see cuda/device/split.cuh
   bool is_resident = false;  // samples stay in shared memory until their statistics are known
 };
 

@@ -339,6 +339,10 @@ inline int out_tiles_for(int channels) {
   return channels > kMostOutTiles / 2 * kTileChannels ? kMostOutTiles : kMostOutTiles / 2;
 }
 
+// What is known of a channel of a sample, SampleChannel (cuda/backward/work.cuh): floats, aligned to 16
+// bytes.
+constexpr int kSampleChannelBytes = (4 * (kStageParameters + 9) + 15) / 16 * 16;
+
 // As StripShared (cuda/backward/strip_work.cuh) has them.
 constexpr int strip_shared_bytes(int out_tiles) {
   constexpr int kInput = kStripInputRows * kMostOperandParts * kStripInputCols * kChannelsBytes;
@@ -348,7 +352,7 @@ constexpr int strip_shared_bytes(int out_tiles) {
   constexpr int kGrads = 2 * kMostOperandParts * kStripPixels * 2 * kChannelsBytes;
   constexpr int kConvWeights = kTaps * 2 * kLanes * (16 + 8);
   constexpr int kGradientWeights = kTaps * kTaps * kLanes * 16;
-  constexpr int kChannels = kTileChannels * (48 + 8 + 4 + 4 * kUnitChannels);
+  constexpr int kChannels = kTileChannels * (kSampleChannelBytes + 8 + 4 + 4 * kUnitChannels);
   return kInput + kSums + kFacts + out_tiles * (kGrads + kConvWeights + kGradientWeights + kChannels);
 }
 

@@ -133,9 +133,8 @@ inline PoolShape pool_shape(const BackwardProblem& problem, const StepPlan& step
 
 constexpr int kGradientThreads = 256;
 constexpr int kGradientWarps = kGradientThreads / kLanes;
-constexpr int kPackItems = 4;            // loads of v that a lane has under way
-constexpr int kPackWidth = 2;            // elements of such a load, or 1: many rows are no multiple of 4
-constexpr int kSampleChannelBytes = 48;  // what is known of a channel
+constexpr int kPackItems = 4;  // loads of v that a lane has under way
+constexpr int kPackWidth = 2;  // elements of such a load, or 1: many rows are no multiple of 4
 
 // How a block shares out its row.
 struct PackShape {

@@ -45,7 +45,7 @@ class Chain:
     has_norm: bool = False  # over num_groups
     pools: bool = False  # in windows of pool_size
     reduces_channels: bool = False  # the output has one channel
-    treats_values_alike: bool = False  # wherever they stand
+    treats_values_alike: bool = False  # wherever they stand: tensors of the same strides need no order
     promoting: tuple[str, ...] = ()  # arguments whose dtype promotes the output's, as in PyTorch's arithmetic
 
     @property

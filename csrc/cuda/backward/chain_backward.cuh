@@ -21,9 +21,10 @@ class PackedBackwardRun {
         plan_(plan),
         card_(card),
         workspace_(memory),
-        v_(workspace_.take<float>(Checked(element_count(problem.v) / problem.v.size[0]) * plan.step_samples)),
+        v_(workspace_.take<float>(Checked(element_count(problem.v) / problem.v.size[0]) *
+                                  plan.steps.step_samples)),
         conv_workspace_(workspace_.take<char>(
-            ConvOutput::workspace(cuda::conv_problem(problem, 0, plan.step_samples), plan.conv, card))),
+            ConvOutput::workspace(cuda::conv_problem(problem, 0, plan.steps.step_samples), plan.conv, card))),
         chain_(problem, plan.steps, workspace_, card),
         gradients_(problem, plan.gradients, workspace_) {}
 
@@ -32,9 +33,9 @@ class PackedBackwardRun {
   cudaError_t launch(cudaStream_t stream) const {
     if (const cudaError_t status = gradients_.launch_before(stream)) return status;
     const int64_t samples = problem_.v.size[0];
-    for (int64_t first = 0; first < samples; first += plan_.step_samples) {
+    for (int64_t first = 0; first < samples; first += plan_.steps.step_samples) {
       if (const cudaError_t status =
-              launch_step(first, std::min(plan_.step_samples, samples - first), stream))
+              launch_step(first, std::min(plan_.steps.step_samples, samples - first), stream))
         return status;
     }
     if (const cudaError_t status = chain_.launch_parameters(stream)) return status;
@@ -73,9 +74,9 @@ class StripBackwardRun {
         card_(card),
         workspace_(memory),
         weight_(problem, cuda::conv_shape(problem), plan.strips.weight(), workspace_),
-        conv_workspace_(Chain::kNeedsStatistics
-                            ? workspace_.take<char>(findings_workspace(problem, plan.conv, plan.step_samples))
-                            : nullptr),
+        conv_workspace_(Chain::kNeedsStatistics ? workspace_.take<char>(findings_workspace(
+                                                      problem, plan.conv, plan.findings_samples))
+                                                : nullptr),
         chain_(problem, plan.steps, workspace_, card) {}
 
   size_t workspace_bytes() const { return workspace_.bytes(); }
@@ -118,9 +119,9 @@ class StripBackwardRun {
     if constexpr (Chain::kNeedsStatistics) {
       if (!chain_.runs()) return cudaSuccess;
       if (const cudaError_t status = chain_.launch_norms(0, samples, stream)) return status;
-      for (int64_t first = 0; first < samples; first += plan_.step_samples) {
+      for (int64_t first = 0; first < samples; first += plan_.findings_samples) {
         const Problem conv =
-            cuda::chain_problem(problem_, kTraits, first, std::min(plan_.step_samples, samples - first));
+            cuda::chain_problem(problem_, kTraits, first, std::min(plan_.findings_samples, samples - first));
         if (const cudaError_t status = FindingPasses<Chain>::launch(conv, plan_.conv, conv_workspace_,
                                                                     chain_.findings(first), card_, stream))
           return status;
@@ -166,7 +167,7 @@ struct ChainBackward {
     if constexpr (kHasConv && Chain::kNeedsStatistics) {
       if (plan.runs_in_strips()) {
         const size_t of_sample = StripBackwardRun<Chain>::findings_workspace(problem, plan.conv, 1);
-        plan.step_samples = cuda::samples_of_step(int64_t(of_sample), problem.v.size[0]);
+        plan.findings_samples = cuda::samples_of_step(int64_t(of_sample), problem.v.size[0]);
       }
     }
     plan.workspace =
@@ -176,7 +177,8 @@ struct ChainBackward {
 
   static cudaError_t launch(const BackwardProblem& problem, const cuda::BackwardPlan& plan, void* workspace,
                             const cuda::Card& card, cudaStream_t stream) {
-    if (!runs(problem, plan)) return cudaSuccess;
+    if (element_count(problem.v) == 0) return cudaSuccess;
+    if (!runs(problem, plan)) return cudaErrorInvalidValue;
     return visit_run(problem, plan, workspace, card,
                      [stream](const auto& run) { return run.launch(stream); });
   }

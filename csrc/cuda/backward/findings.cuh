@@ -38,7 +38,7 @@ struct FindingPasses {
     p.pooled_places = to.pooled_places;
     p.backward = to.sums;
     if (const cudaError_t status = launch_pack(p, stream)) return status;
-    return visit_mode(p.input.dtype, plan.parts,
+    return visit_mode(p.input.dtype, plan.operand_parts,
                       [&](auto mode) { return launch_pass<decltype(mode), Pass>(p, card, stream); });
   }
 

@@ -31,7 +31,7 @@ class BackwardRun {
                              call_.plan.channels, call_.groups(), call_.norms(), stream);
   }
 
-  // Queues the gradient of v, which are contiguous.
+  // Queues the gradient of v; both are contiguous.
   cudaError_t launch_tensor(cudaStream_t stream) const {
     if (!call_.runs) return cudaSuccess;
     const BackwardProblem& problem = call_.problem;
@@ -55,7 +55,7 @@ class BackwardRun {
     if (const cudaError_t status = launch_before_gradient(first_sample, pack.work, overlaps, stream))
       return status;
     if (!call_.writes) return cudaSuccess;
-    const LaunchShape shape{grid_of(samples * grad_v.rows, 1), kGradientThreads, int(call_.plan.pack_bytes),
+    const LaunchShape shape{grid_of(samples * grad_v.rows, 1), kGradientThreads, call_.plan.pack_bytes,
                             overlaps};
     return launch_kernel(pack_gradient<Chain>, shape, stream, pack);
   }

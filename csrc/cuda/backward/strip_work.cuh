@@ -37,7 +37,7 @@ struct StripWork {
   Tensor input;
   Tensor weight;
   Parameter bias;
-  const float* balance;  // [out_channels], powers of two that gradients are multiplied by
+  const float* balance;  // [out_channels], powers of two that gradients are multiplied by, or null
   Elements grad_input;   // contiguous; no memory where nobody wants it
   float* slots;          // [slots][out_tiles][kSlotValues], or null
   int operand_parts;     // of a value

@@ -4,6 +4,7 @@
 // next.
 #pragma once
 
+#include "plan/card.h"
 #ifdef FUSEDCONV_SM90A
 #include "wgmma_products.cuh"
 #else
@@ -15,12 +16,15 @@ inline namespace FUSEDCONV_TARGET {
 
 #ifdef FUSEDCONV_SM90A
 using Products = WgmmaProducts;
+constexpr cuda::Architecture kArchitecture = cuda::kWgmma;
 #else
 using Products = MmaSyncProducts;
+constexpr cuda::Architecture kArchitecture = cuda::kMmaSync;
 #endif
 
 constexpr int kColumns = Products::kColumns;  // of a tile, that a half of a group has
 constexpr int kTileColumns = 2 * kColumns;
+static_assert(kTileColumns == kArchitecture.columns, "for which plans cut tiles");
 
 }  // namespace FUSEDCONV_TARGET
 }  // namespace fusedconv

@@ -12,7 +12,6 @@ using cuda::kMostWidth;
 using cuda::kPlaneThreads;
 using cuda::kThreadValues;
 using cuda::PlaneSlices;
-using cuda::slice_planes;
 using cuda::SlicedPlanes;
 
 // What a thread's team has. The last teams of a launch may have nothing.

@@ -65,9 +65,7 @@ class GivenRun {
     if constexpr (kNeedsStatistics) {
       if (const cudaError_t status = load_statistics()) return status;
     }
-    if constexpr (kStores || kNeedsStatistics)
-      return cudaFuncSetAttribute(given_chain<Chain, T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  card.shared_bytes);
+    if constexpr (kStores || kNeedsStatistics) return load_kernel(given_chain<Chain, T>, card.shared_bytes);
     return cudaSuccess;
   }
 

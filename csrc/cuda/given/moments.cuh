@@ -2,8 +2,6 @@
 // group: those of a cluster of blocks.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "piece.cuh"
 
 namespace fusedconv {
@@ -62,7 +60,7 @@ class GroupMoments {
   __device__ void write() const {
     const int64_t parts_per_group = plan_.units_per_group * plan_.slices;
     const int64_t first_group = piece_.channel / (work_.shape.channels / work_.shape.groups);
-    const int64_t part = piece_.unit % plan_.units_per_group * plan_.slices + piece_.slice;
+    const int64_t part = piece_.unit_of_group * plan_.slices + piece_.slice;
     sum_groups([&](int g, int lane, int, const Deviations<double>& d) {
       if (lane > 0) return;
       const double offset = d.sum / d.count;
@@ -86,23 +84,27 @@ class GroupMoments {
     }
   }
 
-  // ---- the cluster; a block alone needs none ----
+  // ---- the cluster; a block alone needs none. By intrinsics: the header that wraps them takes three seconds
+  // to compile ----
 
   __device__ void arrive_at_cluster() const {
 #if __CUDA_ARCH__ >= 900
-    if (is_cluster()) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    if (is_cluster()) __cluster_barrier_arrive_relaxed();
 #endif
   }
 
   __device__ void wait_for_cluster() const {
 #if __CUDA_ARCH__ >= 900
-    if (is_cluster()) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    if (is_cluster()) __cluster_barrier_wait();
 #endif
   }
 
   __device__ void sync_cluster() const {
 #if __CUDA_ARCH__ >= 900
-    if (is_cluster()) return cooperative_groups::this_cluster().sync();
+    if (is_cluster()) {
+      __cluster_barrier_arrive();
+      return __cluster_barrier_wait();
+    }
 #endif
     __syncthreads();
   }
@@ -137,7 +139,7 @@ class GroupMoments {
   template <class Value>
   __device__ Value* of_block(Value* value, [[maybe_unused]] int block) const {
 #if __CUDA_ARCH__ >= 900
-    if (is_cluster()) return cooperative_groups::this_cluster().map_shared_rank(value, block);
+    if (is_cluster()) return static_cast<Value*>(__cluster_map_shared_rank(value, block));
 #endif
     return value;
   }

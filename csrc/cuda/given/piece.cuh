@@ -70,7 +70,7 @@ __device__ void visit_load(const GivenWork<T>& work, const Visit& visit) {
 
 struct Piece {
   int64_t sample;
-  int unit;  // of which no memory has more than an int counts, nor of slices
+  int unit_of_group;
   int slice;
   int64_t channel;  // the first one
   int64_t pixel;
@@ -80,24 +80,27 @@ struct Piece {
 
 __device__ inline Piece piece_of_block(const GivenShape& shape, const GivenPlan& plan) {
   Piece piece;
+  int64_t unit;
   if (gridDim.y == 1) {
     const int rest = plan.by_slices.divide(blockIdx.x);
     piece.slice = int(blockIdx.x) - rest * plan.by_slices.value;
     piece.sample = plan.by_units.divide(rest);
-    piece.unit = rest - int(piece.sample) * plan.by_units.value;
+    unit = rest - int(piece.sample) * plan.by_units.value;
   } else {
     const int64_t rest = block_index() / plan.slices;
     piece.slice = int(block_index() % plan.slices);
     piece.sample = rest / plan.units;
-    piece.unit = int(rest % plan.units);
+    unit = rest % plan.units;
   }
   int64_t end = shape.channels;
   if (plan.units_per_group == 1) {
-    piece.channel = int64_t(piece.unit) * plan.unit_channels;
+    piece.unit_of_group = 0;
+    piece.channel = unit * plan.unit_channels;
   } else {
     const int64_t of_group = shape.channels / shape.groups;
-    const int64_t group = piece.unit / plan.units_per_group;
-    piece.channel = group * of_group + piece.unit % plan.units_per_group * plan.unit_channels;
+    const int64_t group = unit / plan.units_per_group;
+    piece.unit_of_group = int(unit % plan.units_per_group);
+    piece.channel = group * of_group + int64_t(piece.unit_of_group) * plan.unit_channels;
     end = (group + 1) * of_group;
   }
   piece.pixel = int64_t(piece.slice) * plan.slice_pixels;

@@ -24,11 +24,8 @@ struct ConvChain {
   static constexpr bool kPools = Chain::Reduce::kPools;
   // It needs statistics of all the conv's output before any of it is finished.
   static constexpr bool kWaitsForNorms = chain_shape<Chain>().waits_for_norms;
-#ifdef FUSEDCONV_SM90A
-  static constexpr bool kMayReside = kWaitsForNorms;  // samples, in shared memory: see resident.cuh
-#else
-  static constexpr bool kMayReside = false;
-#endif
+  // Samples, in shared memory: see resident.cuh.
+  static constexpr bool kMayReside = kWaitsForNorms && kArchitecture.keeps_samples;
 
   // As a Kernel has it: the plan knows the card.
   static size_t workspace(const Problem& problem, const ConvPlan& plan, const Card&) {
@@ -39,7 +36,7 @@ struct ConvChain {
                             cudaStream_t stream) {
     if (element_count(problem.output) == 0) return cudaSuccess;
     const ConvProblem p = conv_problem(problem, plan, workspace).first;
-    return visit_mode(p.input.dtype, plan.parts,
+    return visit_mode(p.input.dtype, plan.operand_parts,
                       [&](auto mode) { return launch_passes<decltype(mode)>(p, plan, card, stream); });
   }
 

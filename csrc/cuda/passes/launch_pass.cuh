@@ -19,19 +19,19 @@ inline ConvProblem packed_problem(const Problem& problem, const ConvPlan& plan, 
   ConvProblem p{problem.input,
                 problem.conv->weight,
                 problem.output,
-                plan.parts,
+                plan.operand_parts,
                 problem.conv->bias,
                 problem.arguments,
                 t};
   p.tiling.reads_vectors &= is_aligned(problem.input.data, kVectorBytes);
   const Checked panels = Checked(problem.input.size[0]) * panels_per_sample(t);
-  p.weights =
-      workspace.take<uint4>(Checked(plan.parts) * t.row_blocks * t.chunks * (t.weights_bytes / kUnitBytes));
+  p.weights = workspace.take<uint4>(Checked(plan.operand_parts) * t.row_blocks * t.chunks *
+                                    (t.weights_bytes / kUnitBytes));
   p.weight_exponents = workspace.take<int>(t.row_blocks * kRows);
   p.row_bias = workspace.take<float>(t.row_blocks * kRows);
   p.shares = workspace.take<int>(Checked(t.row_blocks) * kRows * t.in_channels);
   p.is_wide = workspace.take<int>(t.row_blocks * kRows);
-  p.pixels = workspace.take<uint4>(plan.parts * panels * t.chunks * chunk_units(t));
+  p.pixels = workspace.take<uint4>(plan.operand_parts * panels * t.chunks * chunk_units(t));
   p.pixel_exponents = workspace.take<int>(panels);
   p.magnitudes = workspace.take<unsigned>(panels * t.in_channels);
   return p;
@@ -52,8 +52,7 @@ cudaError_t launch_pass(const ConvProblem& p, const Card& card, cudaStream_t str
 // Loads a pass's kernel onto the current device and lets it use all of its shared memory.
 template <class Mode, class Pass>
 cudaError_t load_pass(const Card& card) {
-  return cudaFuncSetAttribute(conv_kernel<Mode, Pass>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              card.shared_bytes);
+  return load_kernel(conv_kernel<Mode, Pass>, card.shared_bytes);
 }
 
 // Pass<Mode> of each mode, which several chains take: so that it is compiled once, shared_passes.cu has it,
