@@ -499,7 +499,23 @@ class ConvGroupNormScaleMaxPoolClamp(_ConvNormChain):
         )
 
 
-class ConvGroupNormSiLU(_ConvNormChain):
+class _ConvThenNorm(_ConvNormChain):
+    """The same without further parameters."""
+
+    @classmethod
+    def from_modules(cls, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> Self:
+        """Takes over trained parts. They are shared, not copied.
+
+        Raises:
+            TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``.
+        """
+        return cls._of(conv, group_norm)
+
+    def _arguments(self) -> tuple[int, Tensor | None, Tensor | None, float]:
+        return self._norm_arguments()
+
+
+class ConvGroupNormSiLU(_ConvThenNorm):
     """Conv2d, GroupNorm, SiLU: ``silu(group_norm(conv(x)))``.
 
     ``num_groups`` are the norm's; the conv's are the keyword ``conv_groups``, and the other keywords are those of
@@ -525,23 +541,11 @@ class ConvGroupNormSiLU(_ConvNormChain):
             nn.GroupNorm(num_groups, out_channels, float(eps), **_factory_kwargs(options)),
         )
 
-    @classmethod
-    def from_modules(cls, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> Self:
-        """Takes over trained parts. They are shared, not copied.
-
-        Raises:
-            TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``.
-        """
-        return cls._of(conv, group_norm)
-
-    def _arguments(self) -> tuple[int, Tensor | None, Tensor | None, float]:
-        return self._norm_arguments()
-
     def _step_by_step(self, v: Tensor) -> Tensor:
         return F.silu(self.group_norm(v))
 
 
-class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
+class ConvGroupNormTanhHardswishLogSumExp(_ConvThenNorm):
     """Conv2d, GroupNorm, tanh, hardswish, residual, logsumexp over the channels.
 
     With ``v = conv(x)``: ``logsumexp(v + hardswish(tanh(group_norm(v))), dim=1, keepdim=True)``. ``groups`` are the
@@ -566,18 +570,6 @@ class ConvGroupNormTanhHardswishLogSumExp(_ConvNormChain):
             _conv2d(in_channels, out_channels, kernel_size, **options),
             nn.GroupNorm(groups, out_channels, float(eps), **_factory_kwargs(options)),
         )
-
-    @classmethod
-    def from_modules(cls, conv: nn.Conv2d, group_norm: nn.GroupNorm) -> Self:
-        """Takes over trained parts. They are shared, not copied.
-
-        Raises:
-            TypeError: for a part that cannot stand for an ``nn.Conv2d`` or an ``nn.GroupNorm``.
-        """
-        return cls._of(conv, group_norm)
-
-    def _arguments(self) -> tuple[int, Tensor | None, Tensor | None, float]:
-        return self._norm_arguments()
 
     def _step_by_step(self, v: Tensor) -> Tensor:
         h = F.hardswish(torch.tanh(self.group_norm(v)))
