@@ -30,7 +30,9 @@ struct ChannelLogSumExp {
   static constexpr bool kReducesChannels = true;
 };
 
-// For those who would take any other reduction of channels for it to assert.
+// For those who would take any other pool, or any other reduction of channels, for these to assert.
+template <class Reduce>
+constexpr bool kIsMaxPool = std::is_same_v<Reduce, MaxPool>;
 template <class Reduce>
 constexpr bool kIsLogSumExp = std::is_same_v<Reduce, ChannelLogSumExp>;
 

@@ -91,6 +91,7 @@ class BackwardSchedule {
   }
 
   void unpool(int64_t group, int worker) const {
+    static_assert(kIsMaxPool<Reduce>);
     T* row = pool_rows_.data() + 3 * worker * row_elements_;
     const PoolRows<T> rows{row, row + row_elements_, row + 2 * row_elements_};
     const int64_t height = problem_.v.size[2];

@@ -250,6 +250,7 @@ class ConvBackwardSchedule {
   }
 
   void unpool(const Strip& strip, const Place& where, int64_t c, int worker) const {
+    static_assert(kIsMaxPool<Reduce>);
     T* row = pool_rows_.data() + 3 * worker * row_elements_;
     const PoolRows<T> pool_rows{row, row + row_elements_, row + 2 * row_elements_};
     const int64_t* window = problem_.arguments.pool;

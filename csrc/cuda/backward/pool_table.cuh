@@ -123,6 +123,7 @@ __device__ Maximum<T> maximum_of_window(const BackwardWork<T>& work, int64_t pla
 template <class Chain, class T>
 __global__ void __launch_bounds__(kPlaneThreads)
     max_pool_table(const __grid_constant__ BackwardWork<T> work) {
+  static_assert(kIsMaxPool<typename Chain::Reduce>);
   let_next_kernel_start();
   wait_for_earlier_kernels();
   const Slice slice(work.windows);

@@ -25,6 +25,7 @@ __device__ Channel<T> channel_at(const GivenWork<T>& work, int64_t sample, int64
 template <class Chain, class T>
 __global__ void __launch_bounds__(kDirectThreads, 1)
     given_max_pool(const __grid_constant__ GivenWork<T> work, int64_t blocks_per_sample) {
+  static_assert(kIsMaxPool<typename Chain::Reduce>);
   wait_for_earlier_kernels();
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;

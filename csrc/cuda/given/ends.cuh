@@ -101,6 +101,7 @@ __device__ void pool_windows(const Tile& tile) {
 
 template <class Chain, class Tile>
 __device__ void pool_piece(const Tile& tile) {
+  static_assert(kIsMaxPool<typename Chain::Reduce>);
   const int64_t* window = tile.work.arguments.pool;
   if (window[0] == 2 && window[1] == 2) return pool_windows<Chain, 2, 2>(tile);
   pool_windows<Chain, 0, 0>(tile);

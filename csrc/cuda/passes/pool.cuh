@@ -13,6 +13,8 @@ inline namespace FUSEDCONV_TARGET {
 // order where values are equal.
 template <class Chain, bool kKeepsPlaces>
 class PoolPass : public PassBase {
+  static_assert(kIsMaxPool<typename Chain::Reduce>);
+
  public:
   static constexpr bool kAllRowBlocks = false;
   using PassBase::PassBase;
