@@ -340,6 +340,8 @@ Plan plan_for_card(const PyForm& input, const PyConv& conv, const PyForm& output
     const Checked side = from.input.size[2 + d] + 2 * Checked(from.conv.padding[d]) - span;
     check_least("a side of the conv's output", std::array{side.value()}, 1);
     problem.arguments.pool[d] = pool ? (*pool)[d] : 1;
+    const int64_t conv_side = (side.value() - 1) / from.conv.stride[d] + 1;
+    check_least("a side of the pooled output", std::array{conv_side / problem.arguments.pool[d]}, 1);
   }
   const Instructions instructions = capability < 80    ? Instructions::kNone
                                     : capability == 90 ? Instructions::kSm90a

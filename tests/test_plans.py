@@ -416,6 +416,7 @@ def test_plans_refuse_what_no_conv_has(name: str, value: Any) -> None:
         (None, (90, 0, 232448), 3, "card"),
         (None, (90, 132, 0), 3, "card"),
         (None, H100, 10, "a side of the conv's output"),
+        ((2**31, 1), H100, 3, "a side of the pooled output"),
     ],
 )
 def test_plans_for_cards_refuse_what_no_card_has(pool: Any, card: Any, kernel: int, name: str) -> None:
