@@ -130,18 +130,18 @@ def check_functions(owner: Any, body: list[ast.stmt]) -> set[str]:
 def test_the_stub_is_true() -> None:
     """`_C.pyi` names what `_C` has, no more and no less, with as many arguments. The bindings name none of them."""
     classes = {node.name: node.body for node in stub().body if isinstance(node, ast.ClassDef)}
-    constants = {
-        n.target.id for n in stub().body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-    }
-    constants = {name for name in constants if name.isupper()}
+    annotated = [node for node in stub().body if isinstance(node, ast.AnnAssign)]
+    constants = {ast.unparse(node.target): node.annotation for node in annotated}
+    constants = {name: annotation for name, annotation in constants.items() if name.isupper()}
     real = {name for name in dir(_C) if not name.startswith("_")}
     functions = check_functions(_C, stub().body)
-    assert functions | classes.keys() | constants == real
+    assert functions | classes.keys() | constants.keys() == real
     for name, body in classes.items():
         methods = check_functions(getattr(_C, name), body)
         assert methods - {"__init__"} == {method for method in dir(getattr(_C, name)) if method[0] != "_"}
-    for name in constants:
-        assert isinstance(getattr(_C, name), int)
+    for name, annotation in constants.items():
+        kind = annotation.value if isinstance(annotation, ast.Subscript) else annotation  # tuple[str, ...]
+        assert type(getattr(_C, name)).__name__ == ast.unparse(kind), name
 
 
 def test_public_names() -> None:
