@@ -8,15 +8,13 @@
 #include <map>
 #include <random>
 
+#include "cards.h"
+
 using namespace fusedconv;
 using namespace fusedconv::cuda;
 
 namespace {
 
-constexpr Card kCards[] = {{75, 40, 65536, false, Instructions::kNone},
-                           {80, 108, 166912, false, Instructions::kSm80},
-                           {86, 84, 101376, false, Instructions::kSm80},
-                           {90, 132, 232448, true, Instructions::kSm90a}};
 // Those of the chains in csrc/cuda/host/chains, and of a logsumexp without a norm.
 constexpr BackwardTraits kChains[] = {
     {true, false, false, false, false, 1}, {false, false, false, false, true, 3},
@@ -33,8 +31,8 @@ int64_t side() { return one_of({1, 2, 7, 16, 31, 32, 33, 48, 63, 64, 65, 127, 12
 int64_t huge() { return 1 + int64_t(random_bits() >> (2 + random_bits() % 62)); }
 
 struct Call {
-  BackwardTraits traits = kChains[random_bits() % 7];
-  Card card = kCards[random_bits() % 4];
+  BackwardTraits traits = kChains[random_bits() % std::size(kChains)];
+  Card card = kCards[random_bits() % std::size(kCards)];
   ConvBackward conv{};
   BackwardProblem problem{};
 

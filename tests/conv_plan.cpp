@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cards.h"
 #include "core/checked.h"
 
 using namespace fusedconv;
@@ -18,11 +19,6 @@ using namespace fusedconv::cuda;
 
 namespace {
 
-constexpr Card kCards[] = {{75, 40, 65536, false, Instructions::kNone},
-                           {80, 108, 166912, false, Instructions::kSm80},
-                           {86, 84, 101376, false, Instructions::kSm80},
-                           {90, 132, 232448, true, Instructions::kSm90a},
-                           {120, 84, 101376, true, Instructions::kSm80}};
 constexpr const char* kSources[] = {"", "best", "SM_90a", "sm_80", "none"};
 constexpr int64_t kMost = 2147483647;  // of a stride, a padding or a dilation, as chains.py has it
 
@@ -76,7 +72,9 @@ struct Call {
   const char* source;
   bool exists = true;
 
-  Call() : card(kCards[random_bits() % 5]), source(kSources[random_bits() % 5]) {
+  Call()
+      : card(kCards[random_bits() % std::size(kCards)]),
+        source(kSources[random_bits() % std::size(kSources)]) {
     const DType dtype = DType(one_of({0, 0, 1, 2, 3}));
     problem.input = {nullptr, dtype, {batch(), channels(), side(), side()}, {}};
     conv.weight = {nullptr, dtype, {channels(), problem.input.size[1], kernel(), kernel()}, {}};

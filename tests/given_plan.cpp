@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "cards.h"
+
 using namespace fusedconv;
 using namespace fusedconv::cuda;
 
@@ -26,12 +28,6 @@ constexpr Kind kKinds[] = {{"norm", true, false, false},
                            {"norm, pool", true, true, false},
                            {"norm, logsumexp", true, false, true},
                            {"no norm", false, false, false}};
-constexpr Card kCards[] = {{75, 40, 65536, false, Instructions::kNone},
-                           {80, 108, 166912, false, Instructions::kSm80},
-                           {86, 84, 101376, false, Instructions::kSm80},
-                           {90, 132, 232448, true, Instructions::kSm90a},
-                           {120, 84, 101376, true, Instructions::kSm80}};
-
 std::mt19937 random_bits(1);
 
 int64_t one_of(std::initializer_list<int64_t> values) {
@@ -60,7 +56,8 @@ struct Call {
   GivenShape shape;
   int width;
 
-  explicit Call(bool extreme) : kind(kKinds[random_bits() % 4]), card(kCards[random_bits() % 5]) {
+  explicit Call(bool extreme)
+      : kind(kKinds[random_bits() % std::size(kKinds)]), card(kCards[random_bits() % std::size(kCards)]) {
     const int element = int(one_of({2, 4, 8}));
     traits = {kind.has_norm, kind.reduces_channels, element, element == 8 ? 8 : 4, 16 / element};
     const int64_t of_norm = groups(extreme);
@@ -86,7 +83,7 @@ struct Call {
   }
 };
 
-bool is_power_of_lanes(int lanes) { return lanes >= 1 && lanes <= kWarp && (lanes & (lanes - 1)) == 0; }
+bool is_power_of_lanes(int lanes) { return lanes >= 1 && lanes <= kWarpLanes && (lanes & (lanes - 1)) == 0; }
 
 // How often the threads of a block come to each value of a whole piece, as ThreadShare and GivenTile have
 // it.
@@ -121,7 +118,7 @@ const char* fault_of(const Call& call) {
   if (double(std::clock() - start) / CLOCKS_PER_SEC > kMostSeconds) return "it takes long to plan";
   const GivenShape& shape = call.shape;
   if (plan.shared_bytes > call.card.shared_bytes) return "more shared memory than the card has";
-  if (plan.threads > kMostThreads || plan.threads % kWarp != 0) return "threads";
+  if (plan.threads > kMostThreads || plan.threads % kWarpLanes != 0) return "threads";
   if (!is_power_of_lanes(plan.lanes) || !is_power_of_lanes(plan.group_lanes) ||
       !is_power_of_lanes(plan.reducing_lanes))
     return "lanes";

@@ -213,6 +213,16 @@ def test_special_values_that_no_tap_meets_are_not_summed(value: float) -> None:
 # ---- where they run ------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def choices(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The log of what is chosen where nothing is asked for, with AVX2."""
+    monkeypatch.delenv("FUSEDCONV_CPU_PATH")
+    monkeypatch.setattr(_C, "cpu_isa", lambda: "avx2")
+    caplog.set_level("DEBUG", logger="fusedconv")
+    forget()
+    return caplog
+
+
 def told_of_backward(log: pytest.LogCaptureFixture, row: Row, call: Call, **more: Any) -> list[str]:
     log.clear()
     leaf = call.x.detach().requires_grad_()
@@ -223,18 +233,14 @@ def told_of_backward(log: pytest.LogCaptureFixture, row: Row, call: Call, **more
 
 @conv_rows
 def test_where_our_gradients_run(
-    row: Row, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    row: Row, monkeypatch: pytest.MonkeyPatch, choices: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise PyTorch's conv backward does."""
-    monkeypatch.delenv("FUSEDCONV_CPU_PATH")
-    monkeypatch.setattr(_C, "cpu_isa", lambda: "avx2")
-    caplog.set_level("DEBUG", logger="fusedconv")
-    forget()
 
     def ours(case: Case, dtype: torch.dtype = torch.float32, **more: Any) -> bool:
         call = draw(row, case, dtype, "cpu")
         return any(
-            "with the conv's gradients" in text for text in told_of_backward(caplog, row, call, **more)
+            "with the conv's gradients" in text for text in told_of_backward(choices, row, call, **more)
         )
 
     assert ours(Case(2, (8, 64), (40, 40), groups=8))
@@ -251,14 +257,8 @@ def test_where_our_gradients_run(
 
 
 @conv_rows
-def test_backward_tells_who_finds_its_gradients(
-    row: Row, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_backward_tells_who_finds_its_gradients(row: Row, choices: pytest.LogCaptureFixture) -> None:
     """And, where these are not all ours, who computes v again."""
-    monkeypatch.delenv("FUSEDCONV_CPU_PATH")
-    monkeypatch.setattr(_C, "cpu_isa", lambda: "avx2")
-    caplog.set_level("DEBUG", logger="fusedconv")
-    forget()
     stores = OPERATORS[row.conv].operator.chain.stores
     wide, float32 = Case(2, (8, 64), (40, 40), groups=8), torch.float32
     for case, dtype, stride, told, of_v in (
@@ -280,7 +280,7 @@ def test_backward_tells_who_finds_its_gradients(
             "direct, avx2, 72 products for a value",
         ),
     ):
-        messages = told_of_backward(caplog, row, draw(row, case, dtype, "cpu"), stride=(stride, stride))
+        messages = told_of_backward(choices, row, draw(row, case, dtype, "cpu"), stride=(stride, stride))
         assert messages == [told, *([of_v if stores else "two-step, a reduction"] if of_v else [])]
 
 

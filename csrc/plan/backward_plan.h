@@ -31,8 +31,8 @@ Problem conv_problem(const BackwardProblem& problem, int64_t first, int64_t samp
 Problem chain_problem(const BackwardProblem& problem, const BackwardTraits& traits, int64_t first,
                       int64_t samples);
 
-// All but the workspace and, findings_samples. Throws std::overflow_error where sizes are beyond what
-// can be computed: the conv's part is PyTorch's then.
+// All but the workspace and findings_samples. Throws std::overflow_error where sizes are beyond what can be
+// computed: the conv's part is PyTorch's then.
 BackwardPlan plan_backward(const BackwardProblem& problem, const BackwardTraits& traits, const Card& card);
 
 // Of those of a batch, by what a step keeps of each.

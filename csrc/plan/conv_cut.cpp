@@ -18,8 +18,7 @@ struct CutChoice {
 
 namespace {
 
-constexpr int kMostStack = 4;  // the 16 rows of a warp belong to one row of the output
-constexpr int kWarpThreads = 32;
+constexpr int kMostStack = 4;      // the 16 rows of a warp belong to one row of the output
 constexpr int kMostTapChunks = 9;  // each has panels of its own
 
 void set_conv(ConvTiling& t, const Problem& problem) {
@@ -292,7 +291,7 @@ bool cut_into_panels(ConvTiling& t) {
   t.panel_phase_rows = phase_rows_of(t.panel_bands);
   t.panel_units = int(units(t.panel_bands));
   t.pack_team_warps = kPackWarps;
-  while (t.pack_team_warps > 1 && t.pack_team_warps / 2 * kWarpThreads * kPackBatch >= t.panel_units)
+  while (t.pack_team_warps > 1 && t.pack_team_warps / 2 * kWarpLanes * kPackBatch >= t.panel_units)
     t.pack_team_warps /= 2;
   t.by_pitch = divisor(t.pitch);
   t.by_panel_bands = divisor(t.panel_bands);

@@ -134,7 +134,7 @@ ConvPlan plan_conv(const Problem& problem, const ChainShape& chain, const Card& 
 }
 
 Plan told(const ConvPlan& plan) {
-  if (plan.instructions == Instructions::kNone) return {Path::kTwoStep, Instructions::kNone, {{plan.reason}}};
+  if (plan.instructions == Instructions::kNone) return two_step({plan.reason});
   const ConvTiling& t = plan.tiling;
   Plan told{Path::kDirect,
             plan.instructions,

@@ -24,6 +24,7 @@
 
 #include "core/problem.h"
 #include "divisor.h"
+#include "sizes.h"
 
 namespace fusedconv {
 namespace cuda {
@@ -153,7 +154,6 @@ struct NormShape {
 };
 
 inline NormShape norm_shape(const ConvTiling& t, int groups) {
-  constexpr int kWarpLanes = 32;
   NormShape shape{0, tiles_per_sample(t), groups, t.out_channels / groups, kWarpLanes};
   shape.share = 1.0 / (double(shape.channels) * t.out_size[0] * t.out_size[1]);
   const int groups_per_warp = (groups + kGroupWarps - 1) / kGroupWarps;

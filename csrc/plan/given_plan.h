@@ -69,10 +69,9 @@ struct GivenPlan {
   int64_t shared_bytes;
 };
 
-constexpr int kWarp = 32;
 constexpr int kMostThreads = 512;
 constexpr int kParameterKinds = kChainParameters + 1;  // of a channel's parameters: and the norm's mean
-constexpr int kParameterLanes = power_of_two_from(kChainParameters, kWarp);  // that load a channel's
+constexpr int kParameterLanes = power_of_two_from(kChainParameters, kWarpLanes);  // that load a channel's
 constexpr int kMostWideChannels = 4;  // of a load: a thread has the parameters of each in registers
 
 inline void set_lanes(GivenPlan& plan, const GivenTraits& traits, const GivenShape& shape) {
@@ -84,16 +83,15 @@ inline void set_lanes(GivenPlan& plan, const GivenTraits& traits, const GivenSha
     plan.part_channels = plan.group_channels % plan.width == 0 ? plan.width : 1;
     plan.parts_per_group = lines * (plan.group_channels / plan.part_channels);
   }
-  plan.group_lanes = power_of_two_from(plan.parts_per_group, kWarp);
+  plan.group_lanes = power_of_two_from(plan.parts_per_group, kWarpLanes);
   while (plan.group_lanes > 1 && plan.group_lanes * plan.groups > plan.threads) plan.group_lanes /= 2;
 
   // Lanes next to each other have a line of memory; more of them share a pixel if threads would be left over.
-  const int line = std::min(kLineBytes / (plan.width * traits.element_bytes), kWarp / 2);
+  const int line = std::min(kLineBytes / (plan.width * traits.element_bytes), kWarpLanes / 2);
   const int64_t pixel_loads = divide_up(plan.slice_pixels, shape.channels_last ? 1 : plan.width);
-  plan.reducing_lanes = shape.channels_last ? power_of_two_from(plan.unit_channels / plan.width, line)
-                                            : kWarp / power_of_two_from(pixel_loads, line);
-  while (plan.reducing_lanes < kWarp && 2 * plan.reducing_lanes * pixel_loads <= plan.threads)
-    plan.reducing_lanes *= 2;
+  const int lanes = shape.channels_last ? power_of_two_from(plan.unit_channels / plan.width, line)
+                                        : kWarpLanes / power_of_two_from(pixel_loads, line);
+  plan.reducing_lanes = sharing_lanes(lanes, pixel_loads, plan.threads);
 }
 
 // Where values wait for their moments, as many loads for a thread as keep enough of them under way on a
@@ -117,8 +115,8 @@ inline void set_threads(GivenPlan& plan, const GivenTraits& traits, const GivenS
     constexpr int kFewLoads = 4;
     const int64_t row_loads = divide_up(plan.slice_pixels, plan.width);
     const int line_loads = kLineBytes / (plan.width * traits.element_bytes);
-    plan.lanes = std::max(power_of_two_from(divide_up(row_loads, kFewLoads), kWarp),
-                          power_of_two_from(row_loads, std::min(line_loads, kWarp)));
+    plan.lanes = std::max(power_of_two_from(divide_up(row_loads, kFewLoads), kWarpLanes),
+                          power_of_two_from(row_loads, std::min(line_loads, kWarpLanes)));
     const int most = std::min(plan.unit_channels, plan.threads / plan.lanes);
     plan.runs_at_once = std::min(plan.groups, most);
     plan.run_channels = plan.group_channels;

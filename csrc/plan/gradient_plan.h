@@ -17,7 +17,6 @@ struct uint4;  // CUDA's, of 16 bytes
 namespace fusedconv {
 namespace cuda {
 
-constexpr int kLanes = 32;          // of a warp
 constexpr int kTaps = 3;            // of a window, down and across
 constexpr int kUnitChannels = 8;    // of a pixel, that stand together: a unit
 constexpr int kChannelsBytes = 16;  // of a unit
@@ -350,8 +349,8 @@ constexpr int strip_shared_bytes(int out_tiles) {
   constexpr int kFacts = 512;  // of rows and of the weight, and what alignment leaves empty
   // Of 16 channels.
   constexpr int kGrads = 2 * kMostOperandParts * kStripPixels * 2 * kChannelsBytes;
-  constexpr int kConvWeights = kTaps * 2 * kLanes * (16 + 8);
-  constexpr int kGradientWeights = kTaps * kTaps * kLanes * 16;
+  constexpr int kConvWeights = kTaps * 2 * kWarpLanes * (16 + 8);
+  constexpr int kGradientWeights = kTaps * kTaps * kWarpLanes * 16;
   constexpr int kChannels = kTileChannels * (kSampleChannelBytes + 8 + 4 + 4 * kUnitChannels);
   return kInput + kSums + kFacts + out_tiles * (kGrads + kConvWeights + kGradientWeights + kChannels);
 }

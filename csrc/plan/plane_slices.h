@@ -24,12 +24,11 @@ struct PlaneSlices {
 
 // Of so many values a thread, or fewer; or of so many lanes a value.
 inline PlaneSlices slice_planes(int64_t values, int64_t thread_values = kThreadValues, int lanes = 1) {
-  constexpr int kLeastTeam = 32;
   const int64_t most = kPlaneThreads / lanes * thread_values;
   const int64_t least = std::max<int64_t>(divide_up(values, most), 1);
   const int64_t of_slice = std::max<int64_t>(round_up(divide_up(values, least), kMostWidth), kMostWidth);
   const int64_t threads = divide_up(of_slice, thread_values) * lanes;
-  const int team = std::max(power_of_two_from(threads, kPlaneThreads), kLeastTeam);
+  const int team = std::max(power_of_two_from(threads, kPlaneThreads), kWarpLanes);
   return {values, std::max<int64_t>(divide_up(values, of_slice), 1), int(of_slice), team};
 }
 

@@ -51,7 +51,9 @@ constexpr int kSpanChannels = 8;    // of a warp, where one kernel sums all chan
 constexpr int kMostSpanWarps = 24;  // so many that three blocks of 8 fit onto a multiprocessor
 constexpr int kSpanPixels = 256;    // of a block, which has a few of them at a time
 
-inline int channel_sums_threads(int64_t channels) { return int(divide_up(channels, kSpanChannels)) * kLanes; }
+inline int channel_sums_threads(int64_t channels) {
+  return int(divide_up(channels, kSpanChannels)) * kWarpLanes;
+}
 
 // A sample's pixels in blocks.
 struct PixelBlocks {
@@ -63,10 +65,9 @@ struct PixelBlocks {
 // Of loads of so many elements. Lanes next to each other have a line of memory; more of them share a pixel if
 // threads would be left over.
 inline PixelBlocks pixel_blocks(const StepPlan& steps, int64_t samples, int width, int element_bytes) {
-  const int line = std::min(kLineBytes / (width * element_bytes), kLanes / 2);
+  const int line = std::min(kLineBytes / (width * element_bytes), kWarpLanes / 2);
   const int64_t loads = divide_up(steps.pixels, width);
-  int lanes = kLanes / power_of_two_from(loads, line);
-  while (lanes < kLanes && loads <= kPlaneThreads / (2 * lanes)) lanes *= 2;
+  const int lanes = sharing_lanes(kWarpLanes / power_of_two_from(loads, line), loads, kPlaneThreads);
   const int64_t blocks =
       steps.sums_channels ? steps.after_norm_slices : divide_up(loads, kPlaneThreads / lanes);
   return {lanes, blocks, wide_divisor(blocks, ((Checked(samples) + 1) * blocks).value())};
@@ -99,7 +100,7 @@ inline bool counts_windows(const BackwardProblem& problem) {
 
 // About as many pixels a thread as elsewhere.
 inline int lanes_of_window(const Arguments& arguments) {
-  return power_of_two_from(window_pixels(arguments) / kThreadValues, kLanes);
+  return power_of_two_from(window_pixels(arguments) / kThreadValues, kWarpLanes);
 }
 
 inline PlaneSlices slice_windows(const Arguments& arguments, int64_t windows) {
@@ -132,7 +133,7 @@ inline PoolShape pool_shape(const BackwardProblem& problem, const StepPlan& step
 // ---- rows that are packed ----
 
 constexpr int kGradientThreads = 256;
-constexpr int kGradientWarps = kGradientThreads / kLanes;
+constexpr int kGradientWarps = kGradientThreads / kWarpLanes;
 constexpr int kPackItems = 4;  // loads of v that a lane has under way
 constexpr int kPackWidth = 2;  // elements of such a load, or 1: many rows are no multiple of 4
 
@@ -153,10 +154,10 @@ inline PackShape pack_shape(const PackedRows& to, const StepPlan& steps, int64_t
   shape.pitch = pack_pitch(to.cols);
   shape.width = width;
   const int64_t loads = divide_up(to.cols, width);
-  shape.lanes = std::max(power_of_two_from(loads, kLanes), kPackItems);
+  shape.lanes = std::max(power_of_two_from(loads, kWarpLanes), kPackItems);
   const int passes = power_of_two_from(divide_up(loads, shape.lanes), kPackItems);
   while (1 << shape.pass_shift < passes) ++shape.pass_shift;
-  shape.window_lanes = power_of_two_from(std::max<int64_t>(steps.pooled[1], 1), kLanes);
+  shape.window_lanes = power_of_two_from(std::max<int64_t>(steps.pooled[1], 1), kWarpLanes);
   shape.by_rows = wide_divisor(to.rows, (samples + 1) * to.rows);
   return shape;
 }

@@ -139,7 +139,7 @@ auto unless_too_large(const Prepare& prepare) -> decltype(prepare()) {
   try {
     return prepare();
   } catch (const std::overflow_error&) {
-    return {Plan{Path::kTwoStep, Instructions::kNone, {{Reason::kTooLarge}}}, {}};
+    return {two_step({Reason::kTooLarge}), {}};
   }
 }
 
