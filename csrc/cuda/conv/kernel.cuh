@@ -170,8 +170,8 @@ __device__ void add_chunk(float (&d)[kColumns / 2], Operands operands, int steps
 // panel.
 __device__ inline bool products_are_right(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                                           int exponent, int barrier) {
-  if (!rows.are_finite() || exponent == kNonFinite) return false;
-  return !rows.are_wide() || !any_of_threads(barrier, kGroupThreads, loses_digits(p, tile, rows, exponent));
+  if (!rows.are_finite || exponent == kNonFinite) return false;
+  return !rows.are_wide || !any_of_threads(barrier, kGroupThreads, loses_digits(p, tile, rows, exponent));
 }
 
 template <class Mode, class Pass>

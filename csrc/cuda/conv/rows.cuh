@@ -61,14 +61,14 @@ struct ThreadRows {
   int first_channel;  // of the output; beyond the last where the row is not used
   float bias[2];      // of the conv
   PixelMask pixels;   // of the tile
+  // By votes, and never packed with what differs between threads: the compiler has to see that a branch on
+  // them is the same for a warp, or every vote and shuffle behind it gets a check for threads that parted.
+  bool are_finite;  // the weights of the whole block of rows; else exponents are anything
+  bool are_wide;    // some row of it has weights of very different size
 
   __device__ int channel(int k) const { return first_channel + 8 * k; }
   // Of the weights' scale.
-  __device__ int exponent(int k) const { return facts_ << (k == 0 ? 20 : 8) >> 20; }
-  // The weights of the whole block of rows; else exponents are anything.
-  __device__ bool are_finite() const { return facts_ & kAreFinite; }
-  // Whether some row of it has weights of very different size.
-  __device__ bool are_wide() const { return facts_ & kAreWide; }
+  __device__ int exponent(int k) const { return exponents_ << (k == 0 ? 20 : 8) >> 20; }
   // Which of the stacked rows of the output, the same for both.
   __device__ static int stacked(const ConvTiling& t) { return row_of_thread() >> t.stack_shift; }
 
@@ -78,25 +78,21 @@ struct ThreadRows {
     first_channel = row_block * kRows + (row_of_thread() & (t.stack_channels - 1));
     const int* exponents = p.weight_exponents + row_block * kRows;
     const int* is_wide = p.is_wide + row_block * kRows;
-    int of_scales = 0;
+    exponents_ = 0;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int m = row_of_thread() + 8 * k;
-      of_scales |= (exponents[m] & 0xfff) << 12 * k;
+      exponents_ |= (exponents[m] & 0xfff) << 12 * k;
       bias[k] = p.row_bias[row_block * kRows + m];
     }
     const int lane = lane_of_thread();
-    const bool are_wide = __any_sync(~0u, (is_wide[lane] | is_wide[lane + kWarpThreads]) != 0);
-    const bool are_finite =
+    are_wide = __any_sync(~0u, (is_wide[lane] | is_wide[lane + kWarpThreads]) != 0);
+    are_finite =
         __all_sync(~0u, exponents[lane] != kNonFinite && exponents[lane + kWarpThreads] != kNonFinite);
-    facts_ = of_scales | (are_finite ? kAreFinite : 0) | (are_wide ? kAreWide : 0);
   }
 
  private:
-  static constexpr int kAreFinite = 1 << 24;
-  static constexpr int kAreWide = 1 << 25;
-
-  int facts_;  // both exponents in 12 bits each, and two flags: beside the accumulators registers are few
+  int exponents_;  // both in 12 bits each: beside the accumulators registers are few
 };
 
 // Whether one of a thread's rows does. exponent: of the panel's scale.

@@ -141,18 +141,34 @@ class ResidentPass : public PassBase {
   }
 
   // For channels that follow each other in memory: lanes have 8 channels of 4 pixels. They meet in banks
-  // twice, and in float32 write whole sectors.
+  // twice, and in float32 write whole sectors. A lane's next pixel is found by sums: a division for each
+  // would take longer than all else of a value.
   __device__ void store_pixels(const Tile& tile) {
     constexpr int kPixels = 4;
-    const int pitch = run_pitch<float>(p_.tiling);
+    constexpr int kStep = kWarps * kPixels;
+    const int64_t* stride = p_.output.stride;
+    const int cols = tile.cols;
+    const int pixels = tile.rows * cols;
     const int first = warp() * kPixels + lane_of_thread() % kPixels;
+    const int64_t first_offset = offset_of(tile, first);
+    const int64_t step = kStep / cols * stride[2] + kStep % cols * stride[3];
+    const int64_t to_next_row = stride[2] - cols * stride[3];
 #pragma unroll 1
     for (int c = lane_of_thread() / kPixels; c < p_.tiling.out_channels; c += kWarpThreads / kPixels) {
       const Channel<float> channel = channel_at(c);
-      for (int pixel = first; pixel < tile.rows * tile.cols; pixel += kWarps * kPixels) {
-        const float y = Chain::pointwise(staging()[c * pitch + pixel], channel);
-        store_output<NarrowOutput<Mode>>(p_.output, offset_of(tile, pixel) + c * p_.output.stride[1],
+      const float* const values = staging() + c * run_pitch<float>(p_.tiling);
+      int64_t offset = first_offset + c * stride[1];
+      int col = first % cols;
+      for (int pixel = first; pixel < pixels; pixel += kStep) {
+        const float y = Chain::pointwise(values[pixel], channel);
+        store_output<NarrowOutput<Mode>>(p_.output, offset,
                                          Pack<float, 1>{Chain::Final::value(y, y, channel)});
+        offset += step;
+        col += kStep % cols;
+        if (col >= cols) {
+          col -= cols;
+          offset += to_next_row;
+        }
       }
     }
   }
