@@ -33,14 +33,20 @@ __device__ inline Parameter parameter_of(const Arguments& arguments, int kind) {
   return *parameter;
 }
 
-// Calls visit with a value of the dtype's type, known when compiled: for loops that load single elements.
-template <class T, class Visit>
+// What a kernel knows of its elements when it is compiled: their type or, of the dtypes of two bytes, no more
+// than that. Code that both of these shared would stand too far from the start of the kernel, and each jump
+// there waits for instructions that no cache has.
+struct HalfPrecision {};
+
+// Calls visit with a value of the type, known when compiled.
+template <class Kind, class Visit>
 __device__ void visit_element(DType dtype, const Visit& visit) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    if (dtype == DType::kBFloat16) return visit(__nv_bfloat16{});
+  if constexpr (std::is_same_v<Kind, HalfPrecision>) {
     if (dtype == DType::kFloat16) return visit(__half{});
+    visit(__nv_bfloat16{});
+  } else {
+    visit(Kind{});
   }
-  visit(T{});
 }
 
 // From the bits of a dtype of two bytes.

@@ -28,11 +28,13 @@ inline Tensor dense_tensor(const Tensor& like, void* data, bool channels_last) {
   return {data, like.dtype, {n, c, h, w}, {c * h * w, h * w, w, 1}};
 }
 
-// One call that computes in T. From a null workspace it only tells how much it needs, of tensors whose memory
-// is aligned for wide loads or is not: only a launch knows their pointers.
-template <class Chain, class T>
+// One call on elements of a kind. From a null workspace it only tells how much it needs, of tensors whose
+// memory is aligned for wide loads or is not: only a launch knows their pointers.
+template <class Chain, class Kind>
 class GivenRun {
  public:
+  using T = Compute<Kind>;
+
   GivenRun(const Problem& problem, void* memory, const cuda::Card& card, bool may_be_wide = true)
       : problem_(problem),
         workspace_(memory),
@@ -60,12 +62,13 @@ class GivenRun {
 
   static cudaError_t load(const cuda::Card& card) {
     if constexpr (!kStores) {
-      if (const cudaError_t status = load_kernel(direct_kernel<Chain, T>())) return status;
+      if (const cudaError_t status = load_kernel(direct_kernel<Chain, Kind>())) return status;
     }
     if constexpr (kNeedsStatistics) {
       if (const cudaError_t status = load_statistics()) return status;
     }
-    if constexpr (kStores || kNeedsStatistics) return load_kernel(given_chain<Chain, T>, card.shared_bytes);
+    if constexpr (kStores || kNeedsStatistics)
+      return load_kernel(given_chain<Chain, Kind>, card.shared_bytes);
     return cudaSuccess;
   }
 
@@ -134,7 +137,7 @@ class GivenRun {
     if constexpr (kStores) {
       return launch_pieces(work, GivenStep::kFinish, overlaps, stream);
     } else {
-      return launch_direct<Chain>(work, overlaps, stream);
+      return launch_direct<Chain, Kind>(work, overlaps, stream);
     }
   }
 
@@ -146,7 +149,7 @@ class GivenRun {
                       overlaps};
     if (step == GivenStep::kFinish) shape.shared_bytes = work.plan.tile_at;  // the parameters only
     shape.cluster = cluster;
-    return launch_kernel(given_chain<Chain, T>, shape, stream, work);
+    return launch_kernel(given_chain<Chain, Kind>, shape, stream, work);
   }
 
   // Each channel's norm, by way of parts. overlaps: within; the first kernel never does.
@@ -168,14 +171,15 @@ class GivenRun {
   const bool may_be_wide_;
 };
 
-// Calls visit with a value of the type that is computed in; the output has the input's dtype or, if that is
-// of half precision, float32.
+// Calls visit with a value of the kind of the input's elements; the output has the input's dtype or, if that
+// is of half precision, float32.
 template <class Visit>
-cudaError_t visit_compute(const Problem& problem, const Visit& visit) {
+cudaError_t visit_kind(const Problem& problem, const Visit& visit) {
   const DType in = problem.input.dtype;
   const DType out = problem.output.dtype;
-  if (in != out && (out != DType::kFloat32 || in == DType::kFloat64)) return cudaErrorInvalidValue;
-  return in == DType::kFloat64 ? visit(double{}) : visit(float{});
+  if (in != out && (out != DType::kFloat32 || bytes_of(in) != 2)) return cudaErrorInvalidValue;
+  if (in == DType::kFloat64) return visit(double{});
+  return in == DType::kFloat32 ? visit(float{}) : visit(HalfPrecision{});
 }
 
 template <class Chain>
@@ -184,9 +188,9 @@ struct GivenChain {
   static size_t workspace(const Problem& problem, const cuda::Card& card) {
     if (problem.conv != nullptr || element_count(problem.input) == 0) return 0;
     size_t bytes = 0;
-    visit_compute(problem, [&](auto zero) {
+    visit_kind(problem, [&](auto kind) {
       for (const bool may_be_wide : {true, false}) {
-        const GivenRun<Chain, decltype(zero)> run(problem, nullptr, card, may_be_wide);
+        const GivenRun<Chain, decltype(kind)> run(problem, nullptr, card, may_be_wide);
         bytes = std::max(bytes, run.workspace_bytes());
       }
       return cudaSuccess;
@@ -198,8 +202,8 @@ struct GivenChain {
                             cudaStream_t stream) {
     if (problem.conv != nullptr) return cudaErrorInvalidValue;
     if (element_count(problem.input) == 0) return cudaSuccess;
-    return visit_compute(problem, [&](auto zero) {
-      return GivenRun<Chain, decltype(zero)>(problem, workspace, card).launch(stream);
+    return visit_kind(problem, [&](auto kind) {
+      return GivenRun<Chain, decltype(kind)>(problem, workspace, card).launch(stream);
     });
   }
 
@@ -207,6 +211,7 @@ struct GivenChain {
   static cudaError_t load(const cuda::Card& card) {
     if (const cudaError_t status = load_copy()) return status;
     if (const cudaError_t status = GivenRun<Chain, float>::load(card)) return status;
+    if (const cudaError_t status = GivenRun<Chain, HalfPrecision>::load(card)) return status;
     return GivenRun<Chain, double>::load(card);
   }
 };

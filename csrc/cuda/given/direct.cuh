@@ -22,9 +22,10 @@ __device__ Channel<T> channel_at(const GivenWork<T>& work, int64_t sample, int64
 }
 
 // A thread for each output; neighbours have outputs that are neighbours in memory.
-template <class Chain, class T>
+template <class Chain, class Kind>
 __global__ void __launch_bounds__(kDirectThreads, 1)
-    given_max_pool(const __grid_constant__ GivenWork<T> work, int64_t blocks_per_sample) {
+    given_max_pool(const __grid_constant__ GivenWork<Compute<Kind>> work, int64_t blocks_per_sample) {
+  using T = Compute<Kind>;
   static_assert(kIsMaxPool<typename Chain::Reduce>);
   wait_for_earlier_kernels();
   const int64_t sample = block_index() / blocks_per_sample;
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
       sample * shape.channels * shape.pixels + (shape.channels_last ? c : c * shape.pixels) + first * step;
   const Channel<T> channel = channel_at(work, sample, c);
   T most;
-  visit_element<T>(work.input.dtype, [&](auto element) {
+  visit_element<Kind>(work.input.dtype, [&](auto element) {
     const auto* const from = static_cast<const decltype(element)*>(work.input.data) + at;
     most = window_maximum<T>(size[0], size[1], [&](int64_t r, int64_t q) {
       return Chain::value(widen<T>(from[(r * cols + q) * step]), channel);
@@ -85,27 +86,28 @@ __device__ void reduce_channels(const GivenWork<T>& work, int64_t sample, int64_
   if (exists) thread.store(work.output, sample, p, y);
 }
 
-template <class Chain, class T>
-__global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<T>)
-    given_logsumexp(const __grid_constant__ GivenWork<T> work, int64_t blocks_per_sample) {
+template <class Chain, class Kind>
+__global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<Compute<Kind>>)
+    given_logsumexp(const __grid_constant__ GivenWork<Compute<Kind>> work, int64_t blocks_per_sample) {
   wait_for_earlier_kernels();
   const int64_t sample = block_index() / blocks_per_sample;
   if (sample >= work.shape.samples) return;
   const int64_t block = block_index() % blocks_per_sample;
-  visit_load<Chain>(work, [&](auto load) { reduce_channels<Chain, decltype(load)>(work, sample, block); });
+  visit_load<Chain, Kind>(work,
+                          [&](auto load) { reduce_channels<Chain, decltype(load)>(work, sample, block); });
 }
 
-template <class Chain, class T>
+template <class Chain, class Kind>
 auto direct_kernel() {
   if constexpr (Chain::Reduce::kPools) {
-    return given_max_pool<Chain, T>;
+    return given_max_pool<Chain, Kind>;
   } else {
-    return given_logsumexp<Chain, T>;
+    return given_logsumexp<Chain, Kind>;
   }
 }
 
-template <class Chain, class T>
-cudaError_t launch_direct(const GivenWork<T>& work, bool overlaps, cudaStream_t stream) {
+template <class Chain, class Kind>
+cudaError_t launch_direct(const GivenWork<Compute<Kind>>& work, bool overlaps, cudaStream_t stream) {
   const GivenShape& shape = work.shape;
   int64_t results = shape.pixels;
   int results_of_block = kDirectThreads;
@@ -117,7 +119,7 @@ cudaError_t launch_direct(const GivenWork<T>& work, bool overlaps, cudaStream_t 
   }
   const int64_t blocks = cuda::divide_up(results, results_of_block);
   const LaunchShape launch{grid_of(shape.samples * blocks, 1), kDirectThreads, 0, overlaps};
-  return launch_kernel(direct_kernel<Chain, T>(), launch, stream, work, blocks);
+  return launch_kernel(direct_kernel<Chain, Kind>(), launch, stream, work, blocks);
 }
 
 }  // namespace FUSEDCONV_TARGET

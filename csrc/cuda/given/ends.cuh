@@ -29,27 +29,30 @@ __device__ void store_piece(const Tile& tile) {
   // Loads on their way at a time: more from memory, as far as registers go.
   constexpr int kBatch = Chain::kNeedsStatistics || kCount > 4 ? 2 : 4;
   const Element* const input = static_cast<const Element*>(tile.work.input.data);
+  const int pixel_step = tile.pixel_step();
+  const int step = tile.step();
+  const int64_t memory_step = tile.memory_step();
   tile.for_each_channel([&](int c) {
     Channel<T> channels[Tile::kChannels];
 #pragma unroll
     for (int k = 0; k < Tile::kChannels; ++k) channels[k] = tile.block.channel_at(c + k);
     const Element* kept = tile.values() + tile.offset(c, tile.first_pixel);
     int64_t at = tile.memory_offset(c, tile.first_pixel);
-    for (int first = tile.first_pixel; first < tile.piece.pixels; first += kBatch * tile.pixel_step()) {
+    for (int p = tile.first_pixel; p < tile.piece.pixels; p += kBatch * pixel_step) {
       Pack<Element, kCount> v[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (first + i * tile.pixel_step() >= tile.piece.pixels) continue;
-        v[i] = load_pack<kCount>(kFromMemory ? input + at + i * tile.memory_step() : kept + i * tile.step());
+        if (p + i * pixel_step < tile.piece.pixels)
+          v[i] = load_pack<kCount>(kFromMemory ? input + at + i * memory_step : kept + i * step);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (first + i * tile.pixel_step() < tile.piece.pixels)
-          store_output<Element>(tile.work.output, at + i * tile.memory_step(),
+        if (p + i * pixel_step < tile.piece.pixels)
+          store_output<Element>(tile.work.output, at + i * memory_step,
                                 finished<Chain, Tile>(v[i], channels));
       }
-      kept += kBatch * tile.step();
-      at += kBatch * tile.memory_step();
+      kept += kBatch * step;
+      at += kBatch * memory_step;
     }
   });
 }

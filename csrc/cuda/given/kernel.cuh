@@ -81,12 +81,12 @@ constexpr int kLeastBlocks = sizeof(T) == sizeof(double) ? 1 : 2;
 
 // What depends on the load, and that is nearly all, stands together: a small piece waits longest for its
 // instructions, and again after each jump.
-template <class Chain, class T>
-__global__ void __launch_bounds__(cuda::kMostThreads, kLeastBlocks<T>)
-    given_chain(const __grid_constant__ GivenWork<T> work) {
+template <class Chain, class Kind>
+__global__ void __launch_bounds__(cuda::kMostThreads, kLeastBlocks<Compute<Kind>>)
+    given_chain(const __grid_constant__ GivenWork<Compute<Kind>> work) {
   if (block_index() >= work.pieces) return;
-  const GivenPiece<T> block(work);
-  visit_load<Chain>(work, [&](auto load) { PieceOfChain<Chain, decltype(load)>(block).run(); });
+  const GivenPiece<Compute<Kind>> block(work);
+  visit_load<Chain, Kind>(work, [&](auto load) { PieceOfChain<Chain, decltype(load)>(block).run(); });
 }
 
 }  // namespace FUSEDCONV_TARGET

@@ -51,19 +51,21 @@ struct Load {
 template <class Chain>
 constexpr bool kIsFlat = Chain::Reduce::kStores && !Chain::kReadsChannel && !Chain::kNeedsStatistics;
 
-// Calls visit with the Load of the plan, known when compiled.
-template <class Chain, class T, class Visit>
+// Calls visit with the Load of the plan, known when compiled. What comes last here stands first in the
+// kernel: the widest loads.
+template <class Chain, class Kind, class T, class Visit>
 __device__ void visit_load(const GivenWork<T>& work, const Visit& visit) {
-  visit_element<T>(work.input.dtype, [&](auto element) {
+  visit_element<Kind>(work.input.dtype, [&](auto element) {
     using Element = decltype(element);
     constexpr int kWide = kVectorBytes / int(sizeof(Element));
     constexpr int kWideChannels = kWide < cuda::kMostWideChannels ? kWide : cuda::kMostWideChannels;
     const int width = work.plan.width;
     if (width == 1) return visit(Load<Element, 1, false>{});
-    if (!kIsFlat<Chain> && work.shape.channels_last) return visit(Load<Element, kWideChannels, true>{});
     if constexpr (kWide > 2) {
-      if (width == kWide / 2) return visit(Load<Element, kWide / 2, false>{});
+      if (width == kWide / 2 && (kIsFlat<Chain> || !work.shape.channels_last))
+        return visit(Load<Element, kWide / 2, false>{});
     }
+    if (!kIsFlat<Chain> && work.shape.channels_last) return visit(Load<Element, kWideChannels, true>{});
     visit(Load<Element, kWide, false>{});
   });
 }
