@@ -170,8 +170,8 @@ __device__ void add_chunk(float (&d)[kColumns / 2], Operands operands, int steps
 // panel.
 __device__ inline bool products_are_right(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                                           int exponent, int barrier) {
-  if (!rows.are_finite || exponent == kNonFinite) return false;
-  return !rows.are_wide || !any_of_threads(barrier, kGroupThreads, loses_digits(p, tile, rows, exponent));
+  if (exponent == kNonFinite) return false;
+  return rows.are_usual() || !any_of_threads(barrier, kGroupThreads, loses_digits(p, tile, rows, exponent));
 }
 
 template <class Mode, class Pass>
@@ -218,7 +218,7 @@ __device__ void run_tiles(const ConvProblem& p, const SharedLayout& s, int group
     pass.before_staging();
     Scaling scaling;
     if (is_right) {
-      scaling = scaling_of<Mode>(d, rows, exponent);
+      scaling = scaling_of<Mode>(p, d, rows, exponent);
     } else {
       recompute(p, tile, rows, d, reinterpret_cast<float*>(s.staging), barrier);
     }

@@ -61,14 +61,14 @@ struct ThreadRows {
   int first_channel;  // of the output; beyond the last where the row is not used
   float bias[2];      // of the conv
   PixelMask pixels;   // of the tile
-  // By votes, and never packed with what differs between threads: the compiler has to see that a branch on
-  // them is the same for a warp, or every vote and shuffle behind it gets a check for threads that parted.
-  bool are_finite;  // the weights of the whole block of rows; else exponents are anything
-  bool are_wide;    // some row of it has weights of very different size
 
   __device__ int channel(int k) const { return first_channel + 8 * k; }
   // Of the weights' scale.
-  __device__ int exponent(int k) const { return exponents_ << (k == 0 ? 20 : 8) >> 20; }
+  __device__ int exponent(int k) const { return facts_ << (k == 0 ? 20 : 8) >> 20; }
+  // Whether all weights of the block of rows are finite, and no row has some of very different size. By a
+  // vote of the warp, so that the compiler knows that no threads part where this decides: or every vote and
+  // shuffle behind it would get a check for them.
+  __device__ bool are_usual() const { return __all_sync(~0u, facts_ & kIsUsual); }
   // Which of the stacked rows of the output, the same for both.
   __device__ static int stacked(const ConvTiling& t) { return row_of_thread() >> t.stack_shift; }
 
@@ -78,24 +78,27 @@ struct ThreadRows {
     first_channel = row_block * kRows + (row_of_thread() & (t.stack_channels - 1));
     const int* exponents = p.weight_exponents + row_block * kRows;
     const int* is_wide = p.is_wide + row_block * kRows;
-    exponents_ = 0;
+    facts_ = 0;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int m = row_of_thread() + 8 * k;
-      exponents_ |= (exponents[m] & 0xfff) << 12 * k;
+      facts_ |= (exponents[m] & 0xfff) << 12 * k;
       bias[k] = p.row_bias[row_block * kRows + m];
     }
     const int lane = lane_of_thread();
-    are_wide = __any_sync(~0u, (is_wide[lane] | is_wide[lane + kWarpThreads]) != 0);
-    are_finite =
-        __all_sync(~0u, exponents[lane] != kNonFinite && exponents[lane + kWarpThreads] != kNonFinite);
+    const auto is_usual = [=](int row) { return exponents[row] != kNonFinite && is_wide[row] == 0; };
+    if (is_usual(lane) && is_usual(lane + kWarpThreads)) facts_ |= kIsUsual;
   }
 
  private:
-  int exponents_;  // both in 12 bits each: beside the accumulators registers are few
+  static constexpr int kIsUsual = 1 << 24;
+
+  // Both exponents in 12 bits each and, for the vote, what is known of rows `lane` and `lane + 32` of the
+  // block: beside the accumulators registers are few.
+  int facts_;
 };
 
-// Whether one of a thread's rows does. exponent: of the panel's scale.
+// Whether one of a thread's rows does, or has weights that are not finite. exponent: of the panel's scale.
 __device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                                     int exponent) {
   const int channels = p.tiling.in_channels;
@@ -104,8 +107,10 @@ __device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, cons
   // No loop is unrolled: what is rare must not take registers and instruction cache from what is not.
 #pragma unroll 1
   for (int k = 0; k < 2; ++k) {
-    const int* shares = p.shares + int64_t(rows.row_block * kRows + row_of_thread() + 8 * k) * channels;
-    loses |= loses_digits<1>(channels, [=](int c) { return magnitude[c]; }, shares, exponent);
+    const int row = rows.row_block * kRows + row_of_thread() + 8 * k;
+    loses |= p.weight_exponents[row] == kNonFinite ||
+             loses_digits<1>(
+                 channels, [=](int c) { return magnitude[c]; }, p.shares + int64_t(row) * channels, exponent);
   }
   return loses;
 }
@@ -143,21 +148,21 @@ struct Scaling {
 
 // Of the accumulators; where one step does not undo the scales they get the first one here.
 template <class Mode, int kCount>
-__device__ Scaling scaling_of(float (&d)[kCount], const ThreadRows& rows, int exponent) {
-  Scaling scaling;
+__device__ Scaling scaling_of(const ConvProblem& p, float (&d)[kCount], const ThreadRows& rows,
+                              int exponent) {
+  Scaling scaling{{1, 1}, {rows.bias[0], rows.bias[1]}};
+  if (!is_scaled<Mode>(p.input.dtype)) return scaling;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const int power = kMayScale<Mode> ? -(exponent + rows.exponent(k)) : 0;
+    const int power = -(exponent + rows.exponent(k));
     const int within = within_normal(power);
     scaling.factor[k] = power_of_two(within);
-    scaling.bias[k] = rows.bias[k];
-    if (power != within) {
-      const float rest = power_of_two(power - within);
+    if (power == within) continue;
+    const float rest = power_of_two(power - within);
 #pragma unroll
-      for (int i = 2 * k; i < kCount; i += 4) {
-        d[i] *= rest;
-        d[i + 1] *= rest;
-      }
+    for (int i = 2 * k; i < kCount; i += 4) {
+      d[i] *= rest;
+      d[i + 1] *= rest;
     }
   }
   return scaling;

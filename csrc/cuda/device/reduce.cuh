@@ -126,17 +126,23 @@ struct ReducingThread {
   }
 
   // The results of kPixels pixels of a sample, from some pixel on: the lanes that share them take turns.
+  // Where an output's rows follow each other, as most do, nothing is divided.
   template <int kPixels, class T>
   __device__ void store(const Tensor& output, int64_t sample, int64_t pixel, const T (&y)[kPixels]) const {
     const int64_t* stride = output.stride;
     const int64_t cols = output.size[3];
+    const int64_t to_next_row = stride[2] - cols * stride[3];
+    const int64_t row = to_next_row == 0 ? 0 : pixel / cols;
+    int64_t col = pixel - row * cols;
+    int64_t offset = sample * stride[0] + row * stride[2] + col * stride[3];
 #pragma unroll
     for (int k = 0; k < kPixels; ++k) {
-      if (k % lanes != channel) continue;
-      const int64_t row = (pixel + k) / cols;
-      const int64_t col = (pixel + k) % cols;
-      store_values({output.data, output.dtype}, sample * stride[0] + row * stride[2] + col * stride[3],
-                   Pack<T, 1>{y[k]});
+      if (k % lanes == channel) store_values({output.data, output.dtype}, offset, Pack<T, 1>{y[k]});
+      offset += stride[3];
+      if (++col == cols) {
+        col = 0;
+        offset += to_next_row;
+      }
     }
   }
 };

@@ -5,6 +5,7 @@
 #include "cuda/device/launch.cuh"
 #include "cuda/device/reduce.cuh"
 #include "piece.cuh"
+#include "plan/divisor.h"
 
 namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
@@ -24,13 +25,13 @@ __device__ Channel<T> channel_at(const GivenWork<T>& work, int64_t sample, int64
 // A thread for each output; neighbours have outputs that are neighbours in memory.
 template <class Chain, class Kind>
 __global__ void __launch_bounds__(kDirectThreads, 1)
-    given_max_pool(const __grid_constant__ GivenWork<Compute<Kind>> work, int64_t blocks_per_sample) {
+    given_max_pool(const __grid_constant__ GivenWork<Compute<Kind>> work, const cuda::WideDivisor by_sample) {
   using T = Compute<Kind>;
   static_assert(kIsMaxPool<typename Chain::Reduce>);
   wait_for_earlier_kernels();
-  const int64_t sample = block_index() / blocks_per_sample;
+  const int64_t sample = by_sample.divide(block_index());
   if (sample >= work.shape.samples) return;
-  const int64_t i = block_index() % blocks_per_sample * kDirectThreads + threadIdx.x;
+  const int64_t i = (block_index() - sample * by_sample.value) * kDirectThreads + threadIdx.x;
   const Tensor& output = work.output;
   const GivenShape& shape = work.shape;
   const int64_t pooled_cols = output.size[3];
@@ -88,11 +89,12 @@ __device__ void reduce_channels(const GivenWork<T>& work, int64_t sample, int64_
 
 template <class Chain, class Kind>
 __global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<Compute<Kind>>)
-    given_logsumexp(const __grid_constant__ GivenWork<Compute<Kind>> work, int64_t blocks_per_sample) {
+    given_logsumexp(const __grid_constant__ GivenWork<Compute<Kind>> work,
+                    const cuda::WideDivisor by_sample) {
   wait_for_earlier_kernels();
-  const int64_t sample = block_index() / blocks_per_sample;
+  const int64_t sample = by_sample.divide(block_index());
   if (sample >= work.shape.samples) return;
-  const int64_t block = block_index() % blocks_per_sample;
+  const int64_t block = block_index() - sample * by_sample.value;
   visit_load<Chain, Kind>(work,
                           [&](auto load) { reduce_channels<Chain, decltype(load)>(work, sample, block); });
 }
@@ -119,7 +121,8 @@ cudaError_t launch_direct(const GivenWork<Compute<Kind>>& work, bool overlaps, c
   }
   const int64_t blocks = cuda::divide_up(results, results_of_block);
   const LaunchShape launch{grid_of(shape.samples * blocks, 1), kDirectThreads, 0, overlaps};
-  return launch_kernel(direct_kernel<Chain, Kind>(), launch, stream, work, blocks);
+  const int64_t end = int64_t(launch.grid.x) * launch.grid.y;
+  return launch_kernel(direct_kernel<Chain, Kind>(), launch, stream, work, cuda::wide_divisor(blocks, end));
 }
 
 }  // namespace FUSEDCONV_TARGET

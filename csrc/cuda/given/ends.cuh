@@ -31,7 +31,6 @@ __device__ void store_piece(const Tile& tile) {
   const Element* const input = static_cast<const Element*>(tile.work.input.data);
   const int pixel_step = tile.pixel_step();
   const int step = tile.step();
-  const int64_t memory_step = tile.memory_step();
   tile.for_each_channel([&](int c) {
     Channel<T> channels[Tile::kChannels];
 #pragma unroll
@@ -43,16 +42,16 @@ __device__ void store_piece(const Tile& tile) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (p + i * pixel_step < tile.piece.pixels)
-          v[i] = load_pack<kCount>(kFromMemory ? input + at + i * memory_step : kept + i * step);
+          v[i] = load_pack<kCount>(kFromMemory ? input + at + i * tile.memory_step() : kept + i * step);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (p + i * pixel_step < tile.piece.pixels)
-          store_output<Element>(tile.work.output, at + i * memory_step,
+          store_output<Element>(tile.work.output, at + i * tile.memory_step(),
                                 finished<Chain, Tile>(v[i], channels));
       }
       kept += kBatch * step;
-      at += kBatch * memory_step;
+      at += kBatch * tile.memory_step();
     }
   });
 }

@@ -93,14 +93,11 @@ class PartMoments {
 
   __device__ void take_pixels(int c, Taken& taken) const {
     const typename Tile::Element* from = tile_.values() + tile_.offset(c, tile_.first_pixel);
+    if (!taken.has_shift && tile_.first_pixel < tile_.piece.pixels) {
+      set_shift(normed_values(from, c), taken);
+    }
     for (int p = tile_.first_pixel; p < tile_.piece.pixels; p += tile_.pixel_step(), from += tile_.step()) {
       const auto x = normed_values(from, c);
-      if (!taken.has_shift) {
-        const T mean = mean_of(x);
-#pragma unroll
-        for (int k = 0; k < kChannels; ++k) taken.shift[k] = are_together() ? mean : x.element[k];
-        taken.has_shift = true;
-      }
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         const T deviation = x.element[k] - taken.shift[Tile::channel_of(k)];
@@ -109,6 +106,13 @@ class PartMoments {
       }
       ++taken.loads;
     }
+  }
+
+  __device__ void set_shift(const Pack<T, kCount>& x, Taken& taken) const {
+    const T mean = mean_of(x);
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) taken.shift[k] = are_together() ? mean : x.element[k];
+    taken.has_shift = true;
   }
 
   // Of equal values, their value.
