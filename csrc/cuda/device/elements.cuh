@@ -33,12 +33,11 @@ __device__ inline Parameter parameter_of(const Arguments& arguments, int kind) {
   return *parameter;
 }
 
-// What a kernel knows of its elements when it is compiled: their type or, of the dtypes of two bytes, no more
-// than that. Code that both of these shared would stand too far from the start of the kernel, and each jump
-// there waits for instructions that no cache has.
+// The kind of a kernel's elements: their type, or this for both dtypes of two bytes. One kernel for all would
+// be so large that most of what it executes stands far behind its start, where it waits for instructions.
 struct HalfPrecision {};
 
-// Calls visit with a value of the type, known when compiled.
+// Calls visit with a value of the elements' type, known when compiled.
 template <class Kind, class Visit>
 __device__ void visit_element(DType dtype, const Visit& visit) {
   if constexpr (std::is_same_v<Kind, HalfPrecision>) {
