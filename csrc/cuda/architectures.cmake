@@ -1,9 +1,9 @@
 # For which architectures the CUDA code is compiled. Those of the machine's cards; without a card, code for the ones
 # that most servers have, with PTX that later ones can compile; and what a release has, which takes several times as
 # long: a card of 89 runs the code of 86, and one of 103 or 121 that of 100 or 120. Without -real an architecture has
-# its PTX too.
+# its PTX too: a release has that of 100 for later ones, such as 110, as PTX takes as much room as code.
 set(FUSEDCONV_USUAL_ARCHITECTURES 80 90a-real)
-set(FUSEDCONV_RELEASE_ARCHITECTURES 75-real 80 86-real 90a-real 100-real 120)
+set(FUSEDCONV_RELEASE_ARCHITECTURES 75-real 80-real 86-real 90a-real 100 120-real)
 
 # What the compiler has code for, as in "sm_90a".
 function(list_compiler_architectures compiler result)
