@@ -171,7 +171,7 @@ __device__ void add_chunk(float (&d)[kColumns / 2], Operands operands, int steps
 __device__ inline bool products_are_right(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
                                           int exponent, int barrier) {
   if (exponent == kNonFinite) return false;
-  return rows.are_usual() || !any_of_threads(barrier, kGroupThreads, loses_digits(p, tile, rows, exponent));
+  return rows.are_usual() || !any_of_threads(barrier, kGroupThreads, rows_are_wrong(p, tile, rows, exponent));
 }
 
 template <class Mode, class Pass>

@@ -90,7 +90,7 @@ __device__ int describe_row(const ConvProblem& p, int row, int out_channel) {
   if (lane_of_thread() == 0) {
     p.weight_exponents[row] = is_finite(most) ? exponent : kNonFinite;
     p.row_bias[row] = exists ? value_of<float>(p.conv_bias, out_channel) : 0.0f;
-    p.is_wide[row] = is_scaled(p.input.dtype) && are_wide;
+    p.is_unusual[row] = !is_finite(most) || (is_scaled(p.input.dtype) && are_wide);
   }
   return exponent;
 }

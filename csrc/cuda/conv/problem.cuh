@@ -38,9 +38,9 @@ struct ConvProblem {
   uint4* weights = nullptr;         // as cuda/conv/pack_weights.cuh packs them
   int* weight_exponents = nullptr;  // [row_blocks * kRows], of their scales
   float* row_bias = nullptr;        // [row_blocks * kRows], the conv's
-  int* shares = nullptr;   // [row_blocks * kRows][in_channels], exponents: of the largest weight, or kNoShare
-  int* is_wide = nullptr;  // [row_blocks * kRows], whether shares are less than 2^-kExactBits
-  uint4* pixels = nullptr;                // as cuda/conv/pack_pixels.cuh packs them
+  int* shares = nullptr;  // [row_blocks * kRows][in_channels], exponents: of the largest weight, or kNoShare
+  int* is_unusual = nullptr;  // [row_blocks * kRows]: not finite, or some share is less than 2^-kExactBits
+  uint4* pixels = nullptr;    // as cuda/conv/pack_pixels.cuh packs them
   int* pixel_exponents = nullptr;         // [panels], of their scales
   unsigned* magnitudes = nullptr;         // [panels][in_channels], bits of the largest ones
   Part<float>* parts = nullptr;           // [N][C][parts of a channel]

@@ -63,7 +63,7 @@ struct ThreadRows {
   PixelMask pixels;   // of the tile
 
   __device__ int channel(int k) const { return first_channel + 8 * k; }
-  // Of the weights' scale.
+  // Of the weights' scale; anything where they are not finite.
   __device__ int exponent(int k) const { return facts_ << (k == 0 ? 20 : 8) >> 20; }
   // Whether all weights of the block of rows are finite, and no row has some of very different size. By a
   // vote of the warp, so that the compiler knows that no threads part where this decides: or every vote and
@@ -77,7 +77,7 @@ struct ThreadRows {
     row_block = block;
     first_channel = row_block * kRows + (row_of_thread() & (t.stack_channels - 1));
     const int* exponents = p.weight_exponents + row_block * kRows;
-    const int* is_wide = p.is_wide + row_block * kRows;
+    const int* is_unusual = p.is_unusual + row_block * kRows;
     facts_ = 0;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -86,8 +86,7 @@ struct ThreadRows {
       bias[k] = p.row_bias[row_block * kRows + m];
     }
     const int lane = lane_of_thread();
-    const auto is_usual = [=](int row) { return exponents[row] != kNonFinite && is_wide[row] == 0; };
-    if (is_usual(lane) && is_usual(lane + kWarpThreads)) facts_ |= kIsUsual;
+    if ((is_unusual[lane] | is_unusual[lane + kWarpThreads]) == 0) facts_ |= kIsUsual;
   }
 
  private:
@@ -98,21 +97,22 @@ struct ThreadRows {
   int facts_;
 };
 
-// Whether one of a thread's rows does, or has weights that are not finite. exponent: of the panel's scale.
-__device__ inline bool loses_digits(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
-                                    int exponent) {
+// Whether one of a thread's rows loses digits or has weights that are not finite: then plain arithmetic takes
+// its tile. exponent: of the panel's scale.
+__device__ inline bool rows_are_wrong(const ConvProblem& p, const Tile& tile, const ThreadRows& rows,
+                                      int exponent) {
   const int channels = p.tiling.in_channels;
   const unsigned* magnitude = p.magnitudes + int64_t(tile.panel) * channels;
-  bool loses = false;
+  bool are_wrong = false;
   // No loop is unrolled: what is rare must not take registers and instruction cache from what is not.
 #pragma unroll 1
   for (int k = 0; k < 2; ++k) {
     const int row = rows.row_block * kRows + row_of_thread() + 8 * k;
-    loses |= p.weight_exponents[row] == kNonFinite ||
-             loses_digits<1>(
-                 channels, [=](int c) { return magnitude[c]; }, p.shares + int64_t(row) * channels, exponent);
+    const int* const shares = p.shares + int64_t(row) * channels;
+    are_wrong |= p.weight_exponents[row] == kNonFinite ||
+                 loses_digits<1>(channels, [=](int c) { return magnitude[c]; }, shares, exponent);
   }
-  return loses;
+  return are_wrong;
 }
 
 // Puts the conv's output, by plain arithmetic, in place of a thread's accumulators: by way of memory, as

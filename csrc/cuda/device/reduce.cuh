@@ -137,7 +137,7 @@ struct ReducingThread {
     int64_t offset = sample * stride[0] + row * stride[2] + col * stride[3];
 #pragma unroll
     for (int k = 0; k < kPixels; ++k) {
-      if (k % lanes == channel) store_values({output.data, output.dtype}, offset, Pack<T, 1>{y[k]});
+      if ((k & (lanes - 1)) == channel) store_values({output.data, output.dtype}, offset, Pack<T, 1>{y[k]});
       offset += stride[3];
       if (++col == cols) {
         col = 0;

@@ -25,13 +25,14 @@ __device__ Channel<T> channel_at(const GivenWork<T>& work, int64_t sample, int64
 // A thread for each output; neighbours have outputs that are neighbours in memory.
 template <class Chain, class Kind>
 __global__ void __launch_bounds__(kDirectThreads, 1)
-    given_max_pool(const __grid_constant__ GivenWork<Compute<Kind>> work, const cuda::WideDivisor by_sample) {
+    given_max_pool(const __grid_constant__ GivenWork<Compute<Kind>> work,
+                   const cuda::WideDivisor by_per_sample) {
   using T = Compute<Kind>;
   static_assert(kIsMaxPool<typename Chain::Reduce>);
   wait_for_earlier_kernels();
-  const int64_t sample = by_sample.divide(block_index());
+  const int64_t sample = by_per_sample.divide(block_index());
   if (sample >= work.shape.samples) return;
-  const int64_t i = (block_index() - sample * by_sample.value) * kDirectThreads + threadIdx.x;
+  const int64_t i = (block_index() - sample * by_per_sample.value) * kDirectThreads + threadIdx.x;
   const Tensor& output = work.output;
   const GivenShape& shape = work.shape;
   const int64_t pooled_cols = output.size[3];
@@ -90,11 +91,11 @@ __device__ void reduce_channels(const GivenWork<T>& work, int64_t sample, int64_
 template <class Chain, class Kind>
 __global__ void __launch_bounds__(kDirectThreads, kLeastDirectBlocks<Compute<Kind>>)
     given_logsumexp(const __grid_constant__ GivenWork<Compute<Kind>> work,
-                    const cuda::WideDivisor by_sample) {
+                    const cuda::WideDivisor by_per_sample) {
   wait_for_earlier_kernels();
-  const int64_t sample = by_sample.divide(block_index());
+  const int64_t sample = by_per_sample.divide(block_index());
   if (sample >= work.shape.samples) return;
-  const int64_t block = block_index() - sample * by_sample.value;
+  const int64_t block = block_index() - sample * by_per_sample.value;
   visit_load<Chain, Kind>(work,
                           [&](auto load) { reduce_channels<Chain, decltype(load)>(work, sample, block); });
 }

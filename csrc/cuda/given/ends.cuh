@@ -29,6 +29,7 @@ __device__ void store_piece(const Tile& tile) {
   // Loads on their way at a time: more from memory, as far as registers go.
   constexpr int kBatch = Chain::kNeedsStatistics || kCount > 4 ? 2 : 4;
   const Element* const input = static_cast<const Element*>(tile.work.input.data);
+  // Steps in memory are not found here: wide loads know them when compiled, and need the registers.
   const int pixel_step = tile.pixel_step();
   const int step = tile.step();
   tile.for_each_channel([&](int c) {

@@ -93,9 +93,7 @@ class PartMoments {
 
   __device__ void take_pixels(int c, Taken& taken) const {
     const typename Tile::Element* from = tile_.values() + tile_.offset(c, tile_.first_pixel);
-    if (!taken.has_shift && tile_.first_pixel < tile_.piece.pixels) {
-      set_shift(normed_values(from, c), taken);
-    }
+    if (!taken.has_shift && tile_.first_pixel < tile_.piece.pixels) set_shift(normed_values(from, c), taken);
     for (int p = tile_.first_pixel; p < tile_.piece.pixels; p += tile_.pixel_step(), from += tile_.step()) {
       const auto x = normed_values(from, c);
 #pragma unroll

@@ -60,12 +60,12 @@ __device__ void visit_load(const GivenWork<T>& work, const Visit& visit) {
     constexpr int kWide = kVectorBytes / int(sizeof(Element));
     constexpr int kWideChannels = kWide < cuda::kMostWideChannels ? kWide : cuda::kMostWideChannels;
     const int width = work.plan.width;
+    const bool of_channels = !kIsFlat<Chain> && work.shape.channels_last;
     if (width == 1) return visit(Load<Element, 1, false>{});
     if constexpr (kWide > 2) {
-      if (width == kWide / 2 && (kIsFlat<Chain> || !work.shape.channels_last))
-        return visit(Load<Element, kWide / 2, false>{});
+      if (width == kWide / 2 && !of_channels) return visit(Load<Element, kWide / 2, false>{});
     }
-    if (!kIsFlat<Chain> && work.shape.channels_last) return visit(Load<Element, kWideChannels, true>{});
+    if (of_channels) return visit(Load<Element, kWideChannels, true>{});
     visit(Load<Element, kWide, false>{});
   });
 }

@@ -30,7 +30,7 @@ inline ConvProblem packed_problem(const Problem& problem, const ConvPlan& plan, 
   p.weight_exponents = workspace.take<int>(t.row_blocks * kRows);
   p.row_bias = workspace.take<float>(t.row_blocks * kRows);
   p.shares = workspace.take<int>(Checked(t.row_blocks) * kRows * t.in_channels);
-  p.is_wide = workspace.take<int>(t.row_blocks * kRows);
+  p.is_unusual = workspace.take<int>(t.row_blocks * kRows);
   p.pixels = workspace.take<uint4>(plan.operand_parts * panels * t.chunks * chunk_units(t));
   p.pixel_exponents = workspace.take<int>(panels);
   p.magnitudes = workspace.take<unsigned>(panels * t.in_channels);
