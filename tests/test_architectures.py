@@ -80,7 +80,8 @@ def test_what_is_asked_for(tmp_path: Path) -> None:
     program(tmp_path / "nvidia-smi", "8.6")
     assert chosen(tmp_path, "90;90a") == "90;90a"
     release = chosen(tmp_path, "release").split(";")
-    assert {"80", "90a-real", "120"} <= set(release)
+    assert {"80-real", "90a-real", "120-real"} <= set(release)
+    assert [architecture for architecture in release if "-real" not in architecture] == ["100"]  # with PTX
 
 
 @pytest.mark.parametrize("asked", ["70", "80;native", "all", "sm_80", "80 90a"])
