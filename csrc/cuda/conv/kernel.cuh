@@ -70,6 +70,7 @@ __device__ inline void init_barriers(const ConvTiling& t, SharedHead* head) {
 }
 
 // Starts to copy a tile's rows of a panel: a run for each part, block of channels and remainder modulo stack.
+// No loop is unrolled: copies stand between the products, whose instructions are to stay in the cache.
 template <class Mode>
 __device__ void copy_pixels(const ConvProblem& p, const Tile& tile, int chunk, const UnitCopies& copies,
                             uint8_t* stage) {
@@ -77,9 +78,12 @@ __device__ void copy_pixels(const ConvProblem& p, const Tile& tile, int chunk, c
   const int run = t.phase_rows * t.pitch;
   const uint4* from = p.pixels + (int64_t(tile.panel) * t.chunks + chunk) * Mode::kParts * chunk_units(t) +
                       tile.panel_row * t.pitch;
+#pragma unroll 1
   for (int part = 0; part < Mode::kParts; ++part) {
+#pragma unroll 1
     for (int block = 0; block < t.blocks_per_chunk; ++block) {
       uint8_t* to = stage + part * t.pixels_bytes + block * t.plane * kUnitBytes;
+#pragma unroll 1
       for (int phase = 0; phase < t.stack; ++phase) {
         copies.copy(to, from, run);
         to += run * kUnitBytes;

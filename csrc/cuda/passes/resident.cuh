@@ -78,12 +78,17 @@ class ResidentPass : public PassBase {
     sync();
     if constexpr (Chain::Reduce::kReducesChannels) {
       reduce(tile);
-    } else if (has_runs(p_.output)) {
-      store(tile);
-    } else {
-      store_pixels(tile);
+    } else if (p_.output.dtype == DType::kFloat32) {
+      store<float>(tile);
+    } else if constexpr (Mode::kParts == 1) {
+      store<typename Mode::Element>(tile);
     }
     sync();  // before others write there
+  }
+
+  template <class Out>
+  __device__ void store(const Tile& tile) {
+    has_runs(p_.output) ? store_runs<Out>(tile) : store_pixels<Out>(tile);
   }
 
   __device__ Channel<float> channel_at(int c) const {
@@ -93,24 +98,24 @@ class ResidentPass : public PassBase {
     return channel;
   }
 
-  __device__ void store(const Tile& tile) {
+  template <class Out>
+  __device__ void store_runs(const Tile& tile) {
     const Tensor& output = p_.output;
-    const int64_t size = output.dtype == DType::kFloat32 ? sizeof(float) : sizeof(NarrowOutput<Mode>);
-    const int64_t address = reinterpret_cast<intptr_t>(output.data) / size;
+    const int64_t address = reinterpret_cast<intptr_t>(output.data) / sizeof(Out);
     for_each_run(p_, tile, [&](int first, int64_t offset, int length) {
       const int64_t steps = first | (address + offset) | output.stride[1] | length;
       if (steps % 4 == 0) {
-        store_runs<4>(first, offset, length);
+        store_vectors<Out, 4>(first, offset, length);
       } else if (steps % 2 == 0) {
-        store_runs<2>(first, offset, length);
+        store_vectors<Out, 2>(first, offset, length);
       } else {
-        store_runs<1>(first, offset, length);
+        store_vectors<Out, 1>(first, offset, length);
       }
     });
   }
 
-  template <int kVector>
-  __device__ void store_runs(int first, int64_t offset, int length) {
+  template <class Out, int kVector>
+  __device__ void store_vectors(int first, int64_t offset, int length) {
     const int last = p_.tiling.out_channels - 1;
 #pragma unroll 1
     for (int i = thread() % kTeamThreads * kVector; i < length; i += kTeamThreads * kVector) {
@@ -122,14 +127,14 @@ class ResidentPass : public PassBase {
         const int pitch = run_pitch<float>(p_.tiling);
         Pack<float, kVector> values[2]{load_pack<kVector>(run + c * pitch),
                                        load_pack<kVector>(run + other * pitch)};
-        finish_vector(values[0], c, offset + i);
-        finish_vector(values[1], other, offset + i);
+        finish_vector<Out>(values[0], c, offset + i);
+        finish_vector<Out>(values[1], other, offset + i);
       }
     }
   }
 
   // offset: of the vector's place in the first channel.
-  template <int kVector>
+  template <class Out, int kVector>
   __device__ void finish_vector(Pack<float, kVector>& values, int c, int64_t offset) {
     const Channel<float> channel = channel_at(c);
 #pragma unroll
@@ -137,12 +142,13 @@ class ResidentPass : public PassBase {
       const float y = Chain::pointwise(x, channel);
       x = Chain::Final::value(y, y, channel);
     }
-    store_output<NarrowOutput<Mode>>(p_.output, offset + c * p_.output.stride[1], values);
+    store_as<Out>(p_.output.data, offset + c * p_.output.stride[1], values);
   }
 
   // For channels that follow each other in memory: lanes have 8 channels of 4 pixels. They meet in banks
   // twice, and in float32 write whole sectors. A lane's next pixel is found by sums: a division for each
   // would take longer than all else of a value.
+  template <class Out>
   __device__ void store_pixels(const Tile& tile) {
     constexpr int kPixels = 4;
     constexpr int kStep = kWarps * kPixels;
@@ -161,8 +167,7 @@ class ResidentPass : public PassBase {
       int col = first % cols;
       for (int pixel = first; pixel < pixels; pixel += kStep) {
         const float y = Chain::pointwise(values[pixel], channel);
-        store_output<NarrowOutput<Mode>>(p_.output, offset,
-                                         Pack<float, 1>{Chain::Final::value(y, y, channel)});
+        store_as<Out>(p_.output.data, offset, Pack<float, 1>{Chain::Final::value(y, y, channel)});
         offset += step;
         col += kStep % cols;
         if (col >= cols) {
