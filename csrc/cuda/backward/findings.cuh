@@ -38,16 +38,18 @@ struct FindingPasses {
     p.pooled_places = to.pooled_places;
     p.backward = to.sums;
     if (const cudaError_t status = launch_pack(p, stream)) return status;
-    return visit_mode(p.input.dtype, plan.operand_parts,
-                      [&](auto mode) { return launch_pass<decltype(mode), Pass>(p, card, stream); });
+    return visit_mode(p.input.dtype, plan.operand_parts, [&](auto mode) {
+      return launch_pass<decltype(mode), Pass<decltype(mode)>>(p, card, stream);
+    });
   }
 
   static cudaError_t load(const Card& card) {
-    return visit_modes([&](auto mode) { return load_pass<decltype(mode), Pass>(card); });
+    return visit_modes([&](auto mode) { return load_pass<decltype(mode), Pass<decltype(mode)>>(card); });
   }
 
  private:
-  using Pass = std::conditional_t<kPools, PoolPass<Chain, true>, GradientSumsPass<Chain>>;
+  template <class Mode>
+  using Pass = std::conditional_t<kPools, PoolPass<Chain, true>, GradientSumsPass<Chain, Mode>>;
 };
 
 }  // namespace FUSEDCONV_TARGET

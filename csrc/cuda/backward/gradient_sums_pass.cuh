@@ -11,10 +11,11 @@ namespace fusedconv {
 inline namespace FUSEDCONV_TARGET {
 
 // All of the output's channels are in one block of rows.
-template <class Chain>
+template <class Chain, class Mode>
 class GradientSumsPass : public PassBase {
   static constexpr bool kReducesChannels = Chain::Reduce::kReducesChannels;
-  static constexpr int kBlocksAtOnce = 8;  // of 8 columns, whose gradients are on their way
+  // Blocks of 8 columns whose gradients are on their way: as many as there are registers for.
+  static constexpr int kBlocksAtOnce = Mode::kParts == 2 ? 8 : 4;
 
  public:
   static constexpr bool kAllRowBlocks = false;
@@ -43,16 +44,10 @@ class GradientSumsPass : public PassBase {
       v.for_each([](float& x, int) { asm volatile("" : "+f"(x)); });
       add_softmax(v, sums);
     } else {
-      const bool is_pair = p_.backward.has_pairs && v.tile.col % 2 == 0 && v.tile.cols % 2 == 0;
-      const bool is_float = p_.backward.grad.dtype == DType::kFloat32;
-      if (is_float && is_pair) {
-        add_gradients<uint32_t, true>(v, sums);
-      } else if (is_float) {
-        add_gradients<uint32_t, false>(v, sums);
-      } else if (is_pair) {
-        add_gradients<uint16_t, true>(v, sums);
+      if (Mode::kParts == 2 || p_.backward.grad.dtype == DType::kFloat32) {
+        add_gradients<uint32_t>(v, sums);
       } else {
-        add_gradients<uint16_t, false>(v, sums);
+        add_gradients<uint16_t>(v, sums);
       }
     }
     write_sums(v, sums);
@@ -88,43 +83,44 @@ class GradientSumsPass : public PassBase {
     });
   }
 
-  // kIsPair: all of the tile's are whole pairs in memory.
-  template <class Word, bool kIsPair>
+  template <class Word>
   __device__ void add_gradients(const Fragment& v, float (&sums)[kThreadChannels][kGradientKinds]) const {
     const Tile& tile = v.tile;
-    const ThreadRows& rows = v.rows;
+    // Whether all of the tile's are whole pairs in memory.
+    const bool is_pair = p_.backward.has_pairs && tile.col % 2 == 0 && tile.cols % 2 == 0;
     const ConvTiling& t = p_.tiling;
-    const int pixels = t.out_size[0] * t.out_size[1];
+    const int cols = t.out_size[1];
+    const int pixels = t.out_size[0] * cols;
+    // Within a sample offsets fit in ints.
+    const Word* const of_tile = static_cast<const Word*>(p_.backward.grad.data) +
+                                tile.sample * t.out_channels * pixels + tile.row * cols + tile.col;
     const Word* from[kThreadChannels];
 #pragma unroll
-    for (int k = 0; k < kThreadChannels; ++k) {
-      const int c = min(rows.channel(k), t.out_channels - 1);
-      from[k] = static_cast<const Word*>(p_.backward.grad.data) +
-                (tile.sample * t.out_channels + c) * pixels + tile.row * t.out_size[1] + tile.col;
-    }
+    for (int k = 0; k < kThreadChannels; ++k)
+      from[k] = of_tile + min(v.rows.channel(k), t.out_channels - 1) * pixels;
     GradientPair pair[kBlocksAtOnce][kThreadChannels];
     v.for_each_pair([&](int j, const Place& place) {
       // Of a pixel that does not exist, the tile's first one's: without a condition, all are on their way.
       const bool exists = v.exists(j, 0);
-      const int at = exists ? place.row * t.out_size[1] + place.col : 0;
+      const int at = exists ? place.row * cols + place.col : 0;
       const int second = v.exists(j, 1) ? at + 1 : at;
 #pragma unroll
       for (int k = 0; k < kThreadChannels; ++k)
-        pair[j % kBlocksAtOnce][k].load(from[k] + at, from[k] + second, kIsPair);
+        pair[j % kBlocksAtOnce][k].load(from[k] + at, from[k] + second, is_pair);
       if (j % kBlocksAtOnce + 1 < kBlocksAtOnce) return;
 #pragma unroll
-      for (int i = j + 1 - kBlocksAtOnce; i <= j; ++i) add_pairs<Word, kIsPair>(v, i, pair, sums);
+      for (int i = j + 1 - kBlocksAtOnce; i <= j; ++i) add_pairs<Word>(v, i, pair, is_pair, sums);
     });
   }
 
-  template <class Word, bool kIsPair>
+  template <class Word>
   __device__ void add_pairs(const Fragment& v, int j, GradientPair (&pairs)[kBlocksAtOnce][kThreadChannels],
-                            float (&sums)[kThreadChannels][kGradientKinds]) const {
+                            bool is_pair, float (&sums)[kThreadChannels][kGradientKinds]) const {
 #pragma unroll
     for (int k = 0; k < kThreadChannels; ++k) {
       GradientPair& pair = pairs[j % kBlocksAtOnce][k];
       if constexpr (sizeof(Word) == sizeof(uint16_t))
-        pair.widen(kIsPair, p_.backward.grad.dtype == DType::kBFloat16);
+        pair.widen(is_pair, p_.backward.grad.dtype == DType::kBFloat16);
       add(pair.value(0), v.value(k, j, 0), k, v.exists(j, 0), sums);
       add(pair.value(1), v.value(k, j, 1), k, v.exists(j, 1), sums);
     }
